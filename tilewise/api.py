@@ -1,0 +1,159 @@
+"""The public functions. No maths here: each validates and freezes its call, and hands it on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .autograd import attend, attend_traced
+from .problem import MaskLike, Problem
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: MaskLike = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    q_lens: Tensor | None = None,
+    k_lens: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Exact attention, softmax(scale q k^T + ...) v, in memory linear in the sequence length.
+
+    Scores are made in this order: s = scale * q.k; softcap * tanh(s / softcap); + bias;
+    - slope * |i + (k_len - q_len) - j| (aligned as the Band: without k_len - q_len beside a top_left one); masks;
+    softmax (with sink); dropout.
+
+    Args:
+        q: (B, Hq, Sq, D). fp16, bf16, fp32 or fp64, any strides. Users of (B, S, H, D) pass `x.transpose(1, 2)`.
+        k: (B, Hkv, Sk, D), q's dtype and device. Hq is a multiple of Hkv: query head h reads head h // (Hq / Hkv).
+        v: (B, Hkv, Sk, Dv). Dv may differ from D.
+        mask: `tilewise.causal`, `tilewise.sliding_window(left, right)` or any Band; a BlockMask; a boolean tensor
+            broadcastable to (B, Hq, Sq, Sk), True where visible; or a Band & one of the latter two.
+        bias: floating point, broadcastable to (B, Hq, Sq, Sk), added to the scores. Differentiable; the gradient takes
+            an array of bias's own shape, so give it size 1 where it is broadcast (an expanded view counts as full).
+        alibi_slopes: (Hq,) or (B, Hq), positive for the usual penalty. Differentiable.
+        sink: (Hq,), a logit a head that joins the softmax's denominator without a value. Differentiable.
+        scale: any real number; 1 / sqrt(D) by default.
+        softcap: 0 is off; scores then stay within (-softcap, softcap).
+        dropout_p: the probability, in [0, 1], to drop a pair; kept ones are multiplied by 1 / (1 - p).
+        seed: of the dropout, an int or an int64 tensor on q's device. By default drawn with `torch.randint`, so that
+            `torch.manual_seed` reproduces it. A seed gives the same pairs on every backend.
+        q_lens, k_lens: int32 (B,), how many rows of each sequence are in use; Bands and ALiBi align to them. Later keys
+            are never read into a result; later rows give o = 0, lse = -inf.
+        return_lse: also return lse.
+        deterministic: bit-reproducible gradients, where that costs time; by default as
+            `torch.use_deterministic_algorithms` says. The forward always is.
+        backend: a name (`tilewise.explain` lists them) to insist on; by default the first that can.
+
+    Returns:
+        o (B, Hq, Sq, Dv) in q's dtype; with return_lse (o, lse), lse (B, Hq, Sq) in fp32 (fp64 for fp64 inputs), the
+        natural logarithm of the softmax's denominator, bias and sink included, differentiable. A row that sees no key
+        gives o = 0, lse = -inf and gradients of 0.
+
+    Raises:
+        ValueError, TypeError: one sentence that names the argument, what it was and what is allowed.
+        NotImplementedError: forward-mode or second derivatives, vmap.
+
+    Source: FlashAttention (Dao et al., 2022), FlashAttention-2 (Dao, 2023).
+
+    >>> import torch, tilewise
+    >>> q, k, v = torch.randn(3, 1, 4, 100, 64)
+    >>> o = tilewise.attention(q, k, v, mask=tilewise.causal)
+    >>> torch.testing.assert_close(o, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+    """
+    o, lse = _attention(
+        q, k, v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sink=sink, scale=scale, softcap=softcap,
+        dropout_p=dropout_p, seed=seed, q_lens=q_lens, k_lens=k_lens, cu_seqlens_q=None, cu_seqlens_k=None,
+        deterministic=deterministic, backend=backend,
+    )  # fmt: skip
+    return (o, lse) if return_lse else o
+
+
+def attention_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    mask: MaskLike = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    q_lens: Tensor | None = None,
+    k_lens: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> Any:
+    """`attention` over N sequences of any lengths, packed one after the other without padding ("varlen").
+
+    Args:
+        q: (Tq, Hq, D); k: (Tk, Hkv, D); v: (Tk, Hkv, Dv). Sequence s is rows cu_seqlens[s] : cu_seqlens[s + 1].
+        cu_seqlens_q: int32 (N + 1,), from 0, never decreasing, at most Tq; on q's device.
+        cu_seqlens_k: the same for k and v; by default cu_seqlens_q.
+        bias, mask: i and j are positions in their sequence: (1 or N, 1 or Hq, max_q, max_k), a BlockMask likewise.
+        alibi_slopes: (Hq,) or (N, Hq). q_lens, k_lens: int32 (N,), if less than the whole of each sequence is in use.
+        The others are those of `attention`.
+
+    Returns:
+        o (Tq, Hq, Dv); with return_lse (o, lse), lse (Hq, Tq). Rows that belong to no sequence give o = 0, lse = -inf.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as `attention`. Contents of cu_seqlens are checked on the CPU and
+        under `tilewise.checked()`.
+
+    >>> import torch, tilewise
+    >>> x = torch.randn(7, 2, 16)
+    >>> cu = torch.tensor([0, 3, 7], dtype=torch.int32)                      # sequences of 3 and 4 tokens
+    >>> o = tilewise.attention_packed(x, x, x, cu, mask=tilewise.causal)
+    >>> alone = x[3:].transpose(0, 1)[None]                                  # the second one, dense
+    >>> torch.equal(o[3:], tilewise.attention(alone, alone, alone, mask=tilewise.causal)[0].transpose(0, 1))
+    True
+    """
+    if cu_seqlens_q is None:
+        raise TypeError("cu_seqlens_q is None: attention_packed needs it; for (B, H, S, D) tensors use attention")
+    o, lse = _attention(
+        q, k, v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sink=sink, scale=scale, softcap=softcap,
+        dropout_p=dropout_p, seed=seed, q_lens=q_lens, k_lens=k_lens, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, deterministic=deterministic, backend=backend,
+    )  # fmt: skip
+    return (o, lse) if return_lse else o
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str | None, **options: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(q, Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
+        q, k, v = (_autocast(x) for x in (q, k, v))
+    if torch.compiler.is_compiling() or _has_no_data(q):
+        return attend_traced(q, k, v, backend=backend, **options)
+    problem, aux = Problem.of(q, k, v, **options)
+    return attend(problem, q, k, v, aux, backend)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """What autocast does to a matmul's operands: fp64 and other devices' tensors stay as they are."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype is torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def _has_no_data(q: Any) -> bool:
+    """Meta and fake tensors: they take the op, whose fake knows the shapes."""
+    return isinstance(q, Tensor) and (q.is_meta or isinstance(q, torch._subclasses.FakeTensor))
