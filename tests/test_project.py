@@ -1,0 +1,223 @@
+"""The project itself: what importing it costs and pulls in, which way imports run, sizes, and that its examples run."""
+
+from __future__ import annotations
+
+import ast
+import compileall
+import doctest
+import importlib
+import pkgutil
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilewise
+
+PACKAGE = Path(tilewise.__file__).parent
+ROOT = PACKAGE.parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def python(program: str, folder: Path = ROOT) -> str:
+    """What a program prints in a fresh process that finds the package in `folder`."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=folder, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+# --- importing -----------------------------------------------------------------------------------------------------
+
+
+def test_import_takes_under_50_ms_beyond_torch(tmp_path: Path) -> None:
+    """Of CPU time, compiled as an installation is; the best of a few: a busy machine only adds to it."""
+    shutil.copytree(PACKAGE, tmp_path / "tilewise", ignore=shutil.ignore_patterns("__pycache__"))
+    compileall.compile_dir(tmp_path, quiet=1)
+    program = (
+        "import time, torch; t = time.process_time(); import tilewise\n"
+        "print(time.process_time() - t, tilewise.__file__)"
+    )
+    taken: list[float] = []
+    while len(taken) < 6 and (not taken or min(taken) >= 0.05):
+        seconds, file = python(program, tmp_path).split(maxsplit=1)
+        assert file.startswith(str(tmp_path))
+        taken.append(float(seconds))
+    assert min(taken) < 0.05, taken
+
+
+def test_import_pulls_in_nothing_but_itself() -> None:
+    program = (
+        "import sys, torch; before = set(sys.modules); import tilewise\n"
+        "print(*sorted(set(sys.modules) - before))\n"
+        "print(*sorted(before))"
+    )
+    new, before = (set(line.split()) for line in python(program).splitlines())
+    foreign = {module.partition(".")[0] for module in new} - {"tilewise"} - sys.stdlib_module_names
+    assert not foreign - {"torch"}
+    assert not {module.partition(".")[0] for module in new | before} & {
+        "triton", "matplotlib", "rich", "typer", "transformers",
+    }  # fmt: skip
+    lazy = ("tilewise.algorithm", "tilewise.kernels", "tilewise.report", "tilewise.examples", "tilewise.cli")
+    assert not [module for module in new if module.startswith(lazy)]
+
+
+# Imports run from the first of these to the last. Those of one line do not know each other, but for themselves.
+LAYERS = (
+    ("cli",),
+    ("report",),
+    ("integrations", "parallel", "examples"),
+    ("__init__",),
+    ("api",),
+    ("autograd", "cache"),
+    ("dispatch",),
+    ("algorithm", "kernels"),
+    ("problem",),
+    ("block_mask",),
+    ("mask",),
+)
+RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
+OUTSIDE = {"matplotlib": {"report", "cli"}, "rich": {"report", "cli"}, "typer": {"cli"}, "triton": {"kernels"}}
+
+
+def part(path: Path) -> str:
+    """ "algorithm" of tilewise/algorithm/forward.py, "api" of tilewise/api.py."""
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imported(tree: ast.AST, path: Path) -> Iterator[tuple[str, bool]]:
+    """(absolute name, when its module is imported) of each import but those for type checkers."""
+    at_once = {id(node) for node in _top_level(tree)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) in at_once) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [] if node.level == 0 else ["tilewise", *path.relative_to(PACKAGE).parent.parts]
+            base = base[: len(base) - node.level + 1] if node.level else base
+            module = [*base, *(node.module.split(".") if node.module else [])]
+            if module in (["tilewise"], base) and module:
+                yield from ((".".join([*module, alias.name]), id(node) in at_once) for alias in node.names)
+            else:
+                yield ".".join(module), id(node) in at_once
+
+
+def _top_level(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run on import, TYPE_CHECKING blocks and functions left out."""
+    for node in ast.iter_child_nodes(tree):
+        type_checking = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if not type_checking and not isinstance(node, ast.FunctionDef | ast.Lambda):
+            yield node
+            yield from _top_level(node)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_imports_run_one_way(path: Path) -> None:
+    here = part(path)
+    assert here in RANK, f"{here} has no place among the layers"
+    for module, at_once in imported(ast.parse(path.read_text()), path):
+        first, *rest = module.split(".")
+        assert here in OUTSIDE.get(first, {here}), f"{name(path)} imports {module}"
+        if first != "tilewise" or not at_once:
+            continue
+        there = rest[0] if rest and rest[0] in RANK else "__init__"
+        assert there == here or RANK[there] > RANK[here], f"{name(path)} imports {module}"
+
+
+def test_the_import_rule_sees_a_breach(tmp_path: Path) -> None:
+    tree = ast.parse("from ..api import attention\nfrom . import hbm\nfrom .. import cli\ndef f():\n    import rich\n")
+    found = dict(imported(tree, PACKAGE / "algorithm" / "forward.py"))
+    assert found == {"tilewise.api": True, "tilewise.algorithm.hbm": True, "tilewise.cli": True, "rich": False}
+
+
+# --- size ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_no_function_is_long(path: Path) -> None:
+    """80 lines with its docstring, and 200 for what is compiled for a GPU."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            assert lines <= (200 if kernel else 80), f"{name(path)}: {node.name} has {lines} lines"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_nothing_is_swallowed(path: Path) -> None:
+    """No bare `except`, and `except Exception` only where finding out what a backend raises is the purpose."""
+    handlers = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ExceptHandler)]
+    broad = [
+        node.lineno
+        for node in handlers
+        if node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+    ]
+    assert not broad or name(path) == "tilewise/report/check.py", f"{name(path)}: lines {broad}"
+
+
+# --- examples ------------------------------------------------------------------------------------------------------
+
+
+def modules() -> list[str]:
+    return ["tilewise", *(found.name for found in pkgutil.walk_packages([str(PACKAGE)], "tilewise."))]
+
+
+@pytest.mark.parametrize("module", modules())
+def test_docstring_examples_run(module: str) -> None:
+    if module in ("tilewise.cli", "tilewise.report.tables", "tilewise.report.figures"):
+        for extra in ("typer", "rich", "matplotlib"):
+            pytest.importorskip(extra)
+    torch.manual_seed(0)
+    failed, _ = doctest.testmod(importlib.import_module(module))
+    assert failed == 0
+
+
+def test_no_module_hides_a_public_name() -> None:
+    """A module tilewise/x.py would take the place of a function tilewise.x as soon as it is imported."""
+    parts = {part(path) for path in MODULES}
+    assert not parts & {public for public in tilewise.__all__ if not public.startswith("_")}
+
+
+def test_public_names_have_examples() -> None:
+    for public in tilewise.__all__:
+        thing = getattr(tilewise, public)
+        documented = thing if callable(thing) or isinstance(thing, type) else type(thing)
+        assert documented.__doc__, public
+    for function in (tilewise.attention, tilewise.attention_packed, tilewise.checked, tilewise.explain):
+        assert ">>>" in function.__doc__, function.__name__
+
+
+def test_readme_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+
+
+# --- what the files say --------------------------------------------------------------------------------------------
+
+
+def test_one_version() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    version = re.search(r'^version = "(.*)"$', project, re.MULTILINE)
+    assert version
+    assert version[1] == tilewise.__version__
+    assert f"## {tilewise.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_pages_name_what_exists(page: str) -> None:
+    text = (ROOT / page).read_text()
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z]+)`", text)) | set(re.findall(r"^make ([a-z]+)", text, re.MULTILINE)) <= targets
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert link.startswith("http") or (ROOT / link).exists(), link

@@ -1,0 +1,1 @@
+"""Programs that use tilewise, short enough to read in one sitting."""
