@@ -252,8 +252,6 @@ def attend_traced(
             seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
         else:
             seed = torch.full((), seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64, device=q.device)
-    if cu_seqlens_q is not None and cu_seqlens_k is None:
-        cu_seqlens_k = cu_seqlens_q
     return forward_op(
         q, k, v, bias, alibi_slopes, sink, None if blocks else dense, list(blocks), seed if dropout_p > 0 else None,
         cu_seqlens_q, cu_seqlens_k, q_lens, k_lens, band.left, band.right, band.align == "top_left", *size,

@@ -77,11 +77,11 @@ class Scores:
     def bias_and_mask(self, S: Tensor, i: Tile, j: Tile) -> Tensor:
         """Add bias and ALiBi, and put -inf where row i may not see key j, in place."""
         if self.bias is not None:
-            self._inside(S, i, j).add_(_in_bits(_pairs(self.bias, i, j, "bias"), S.dtype))
+            self._inside(S, i, j).add_(_in_bits(_pairs(self.bias, i, j), S.dtype))
         if self.slopes is not None:
             S.sub_((self.slopes * LOG2E) * self._distance(i, j, S.device))
         if self.visible is not None:
-            self._inside(S, i, j).add_(_additive(_pairs(self.visible, i, j, "mask"), S.dtype))
+            self._inside(S, i, j).add_(_additive(_pairs(self.visible, i, j), S.dtype))
         if i.slots is not None or j.slots is not None:
             self._mask_blocks(S, i, j)
         if i.masked or j.masked:
@@ -161,7 +161,7 @@ def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return visible.to(dtype).log_()
 
 
-def _pairs(x: Tensor, i: Tile, j: Tile, name: str) -> Tensor:
+def _pairs(x: Tensor, i: Tile, j: Tile) -> Tensor:
     """The tile (.., i, j) of x (b|1, h|1, Sq|1, Sk|1), by x's own strides; nothing is expanded in memory."""
     if isinstance(i.rows, slice) and isinstance(j.rows, slice):
         x = x if x.shape[-2] == 1 else x[..., i.rows, :]
@@ -183,7 +183,7 @@ def _add_pairs(x: Tensor, i: Tile, j: Tile, tile: Tensor) -> None:
     """x[.., i, j] += tile, summed over the dimensions in which x is broadcast."""
     over = [dim for dim in range(4) if x.shape[dim] == 1 and tile.shape[dim] > 1]
     if isinstance(i.rows, slice) and isinstance(j.rows, slice):
-        _pairs(x, i, j, "dbias").add_(tile.sum(over, keepdim=True) if over else tile)
+        _pairs(x, i, j).add_(tile.sum(over, keepdim=True) if over else tile)
         return
     if over := [dim for dim in over if dim >= 2]:
         tile = tile.sum(over, keepdim=True)
