@@ -1,6 +1,6 @@
 """Time each case against its peer, interleaved, and write one CSV row a case.
 
-Five rounds after a warm-up; in each, peer and ours in turn. The figure is the median of the rounds' ratios peer / ours,
+Nine rounds after a warm-up; in each, peer and ours in turn. The figure is the median of the rounds' ratios peer / ours,
 with the least and the greatest beside it: a machine's clock moves, a ratio within one round hardly.
 """
 
@@ -56,7 +56,7 @@ def memory(seq: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--write", action="store_true", help="write bench/results/cpu.csv")
     args = parser.parse_args()

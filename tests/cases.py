@@ -202,7 +202,7 @@ def forced_tiles(tiles: tuple[int, int] | None) -> Iterator[None]:
         yield
         return
 
-    def cpu_tile(problem: Problem, k_len: int, backward: bool = False) -> tuple[int, int]:
+    def cpu_tile(problem: Problem, backward: bool = False) -> tuple[int, int]:
         return tiles[::-1] if backward and problem.mask == "blocks" else tiles
 
     with mock.patch.object(tiling, "cpu_tile", cpu_tile):

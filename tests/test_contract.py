@@ -526,3 +526,21 @@ def test_mask_grouped_heads_and_wide_heads_at_once_take_linear_memory() -> None:
 def test_a_block_mask_of_16384_is_used_in_linear_memory() -> None:
     setup = "mask = BlockMask.local_global(16384, 16384, 2, 1)"
     assert train(16384, options="mask=mask", setup=setup) < 200 * MIB
+
+
+def test_large_scores_beside_small_ones_change_no_bit_of_them_and_stay_exact() -> None:
+    """A head whose scores pass 2^32 takes the running maximum; the other head of its cell keeps pivot 0."""
+    q, k, v = (torch.randn(1, 2, 96, 32) for _ in range(3))
+    loud = torch.stack([q[:, 0], 40 * q[:, 1]], 1)
+    o, lse = tilewise.attention(loud, k, v, mask=causal, return_lse=True)
+    alone, alone_lse = tilewise.attention(q[:, :1], k[:, :1], v[:, :1], mask=causal, return_lse=True)
+    assert torch.equal(o[:, :1], alone)
+    assert torch.equal(lse[:, :1], alone_lse)
+    for x, factor in ((loud, 1.0), (q, 1e36)):
+        S = (x.double() @ k.double().mT) * 32**-0.5
+        S.masked_fill_(torch.ones(96, 96, dtype=torch.bool).triu(1), -torch.inf)
+        expected = torch.softmax(S, -1) @ (factor * v.double())
+        error = (
+            tilewise.attention(x, k, factor * v, mask=causal).double() - expected
+        ).abs().max() / expected.abs().max()
+        assert error < (1e-4 if x is loud else 1e-6)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewise.algorithm.online_softmax import LOG2E, State
+from tilewise.algorithm.online_softmax import LOG2E, State, bounded
 
 ROWS, DIM = 4, 3
 
@@ -93,3 +93,42 @@ def test_a_sink_joins_the_denominator_but_not_an_empty_row(sink: float) -> None:
     torch.testing.assert_close(lse[..., 1:], torch.logsumexp(with_sink, -1)[..., 1:], rtol=1e-12, atol=1e-12)
     assert (o[..., 0, :] == 0).all()
     assert (lse[..., 0] == -math.inf).all()
+
+
+def test_bounded_rows_keep_pivot_zero_and_their_bits_whatever_rows_stand_beside_them() -> None:
+    tiles = [tile(i, 5, scale=3.0) for i in range(3)]
+    alone = State.init(1, 1, ROWS, DIM, torch.float64, bounded=torch.ones(1, 1, ROWS, 1, dtype=torch.bool))
+    mixed_rows = torch.tensor([True, True, False, True])[:, None]
+    mixed = State.init(1, 1, ROWS, DIM, torch.float64, bounded=mixed_rows[None, None])
+    for S, V in tiles:
+        alone.update(S.clone(), V)
+        mixed.update(S.clone(), V)
+    assert alone.all_bounded
+    assert not mixed.all_bounded
+    same(alone, state(*tiles))
+    same(mixed, state(*tiles))
+    for x, y in zip(alone.finalize(), mixed.finalize(), strict=True):
+        assert torch.equal(x[:, :, [0, 1, 3]], y[:, :, [0, 1, 3]])
+
+
+@pytest.mark.parametrize(
+    ("change", "rows"),
+    [
+        (lambda q, k, v: None, [True, True]),
+        (lambda q, k, v: q[:, :, 1].mul_(1e3), [True, False]),
+        (lambda q, k, v: k[:, :, 3].mul_(1e3), [False, False]),
+        (lambda q, k, v: k[:, :, 3, 0].fill_(math.nan), [False, False]),
+        (lambda q, k, v: q[:, :, 0, 0].fill_(math.inf), [False, True]),
+        (lambda q, k, v: v[:, :, 2, 0].fill_(-1e30), [False, False]),
+        (lambda q, k, v: v[:, :, 2, 0].fill_(math.nan), [False, False]),
+    ],
+)
+def test_bounded_is_a_row_property_that_large_or_undefined_numbers_end(change, rows: list[bool]) -> None:
+    q, k, v = (torch.ones(1, 1, n, 4) for n in (2, 5, 5))
+    change(q, k, v)
+    assert bounded(q, k, v, scale=-1.0).flatten().tolist() == rows
+
+
+def test_a_softcap_bounds_any_finite_row() -> None:
+    q = torch.tensor([[[[1e4, 0.0], [math.nan, 0.0]]]])
+    assert bounded(q, q[:, :, :1], q[:, :, :1], scale=1.0, cap=30.0).flatten().tolist() == [True, False]

@@ -9,6 +9,7 @@ Source: FlashAttention-2 (Dao, 2023), Algorithm 1.
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..problem import accumulator
@@ -27,12 +28,14 @@ def flash_attention_2(
     blocks: tuple[int, int],
     sink: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
+    bounded: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o (b, h, Sq, d_v) in q's dtype and lse (b, h, Sq) in fp32 (fp64 for fp64 inputs).
 
     q: (b, h, Sq, d); k: (b, h_kv, Sk, d); v: (b, h_kv, Sk, d_v); h a multiple of h_kv.
     rules: scale, masks, bias, dropout. blocks: (B_r, B_c), multiples of 16 (128 for a BlockMask).
     sink: (h, 1, 1), a logit a head, in bits (times log2 e). out: where to write (o, lse), if not into new arrays.
+    bounded: boolean (b, h, Sq, 1), rows that need no running maximum (`online_softmax.bounded`); no bit else changes.
 
     >>> import torch
     >>> q, k, v = torch.randn(3, 1, 2, 100, 64).double()
@@ -53,12 +56,15 @@ def flash_attention_2(
     chip = Chip()
     for i in runs(q_len, B_r):
         Q = hbm.load(q, "Q", i.rows, i.size, width=width).mul_(rules.scale_in_bits)
-        state = State.init(b, h, i.size, v_width, Q.dtype, Q.device)
+        small = None if bounded is None else bounded[:, :, i.rows]
+        if small is not None and i.size > i.count:
+            small = F.pad(small, (0, 0, 0, i.size - i.count), value=True)
+        state = State.init(b, h, i.size, v_width, Q.dtype, Q.device, small)
         for j in key_tiles(i, rules, k_len, B_c):
             K = hbm.load(k, "K", j.rows, j.size, width=width, heads=h, chip=chip, read_only=True)
-            V = hbm.load(v, "V", j.rows, j.size, width=v_width, heads=h, chip=chip, read_only=True)
             S = rules.scores(Q, K, chip)
             S = rules.bias_and_mask(S, i, j)
+            V = hbm.load(v, "V", j.rows, j.size, width=v_width, heads=h, chip=chip, read_only=True)
             state.update(S, V, rules.keep(i, j, S.device))
         hbm.keep("O", state.o)
         O, L = state.finalize(sink)  # noqa: E741

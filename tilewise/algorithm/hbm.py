@@ -30,13 +30,17 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from .chip import Chip
+
+
+Runs: TypeAlias = tuple[slice, ...]
+Rows: TypeAlias = slice | Runs | Tensor
 
 
 @dataclass(slots=True)
@@ -136,7 +140,7 @@ def kernel(name: str) -> Iterator[None]:
 def load(
     x: Tensor,
     name: str,
-    rows: slice | Tensor,
+    rows: Rows,
     size: int | None = None,
     dtype: torch.dtype | None = None,
     width: int | None = None,
@@ -147,7 +151,8 @@ def load(
     """Copy the `rows` of `x` from HBM into a fresh, contiguous tile on the chip, padded with zeros.
 
     x: (b, h, S, d), or (b, h, S) for one number a row (l, m, L, delta).
-    rows: ``slice(start, stop)`` of positions (clipped to S), or an int64 tensor of positions in [0, S), of shape
+    rows: ``slice(start, stop)`` of positions, several of them that lie one after the other in the tile (both clipped to
+        S, and zeros stand for what is clipped inside the tile), or an int64 tensor of positions in [0, S), of shape
         (1 or b, 1 or heads, n); positions may repeat.
     size, width: the tile's rows (default: as many as are read) and columns (default d).
     dtype: of the tile; by default fp32 for half types, else x's own.
@@ -162,8 +167,13 @@ def load(
     b, kv_heads, S = x.shape[:3]
     h = heads or kv_heads
     dtype = dtype or _COMPUTE.get(x.dtype, x.dtype)
-    start, n = _span(rows, S) if isinstance(rows, slice) else (0, rows.shape[-1])
-    size = n if size is None else size
+    if isinstance(rows, Tensor):
+        spans, n = [], rows.shape[-1]
+        size = size or n
+    else:
+        spans = _spans(rows, S)
+        n = sum([span[2] for span in spans])
+        size = n if size is None else size
     traffic = _active.get()
     if traffic is not None:
         traffic._load(x, name, b, h, n)
@@ -171,8 +181,8 @@ def load(
     d = x.shape[3:]  # (), or (d,)
     columns = d if width is None else d and (width,)
     shape = (b, h, size, *columns)
-    if read_only and isinstance(rows, slice) and size == n and h == kv_heads and d and columns == d:
-        inside = x.narrow(2, start, n)
+    if read_only and len(spans) == 1 and size == n and h == kv_heads and d and columns == d:
+        inside = x.narrow(2, spans[0][1], n)
         if _lies_as_a_tile(inside, dtype):
             return inside  # a copy would only repeat it
     if chip is None:
@@ -181,16 +191,22 @@ def load(
         tile = chip.buffer(name, shape, dtype, x.device)
     if columns != d:
         tile[..., d[0] :].zero_()
-    if size > n:
-        tile[:, :, n:].zero_()
-    inside = tile if size == n and columns == d else tile[:, :, :n, : d[0]] if d else tile[:, :, :n]
-    if isinstance(rows, slice):
-        source = x.narrow(2, start, n)
+    if isinstance(rows, Tensor):
+        _gather(x, rows, h, _columns(tile[:, :, :n] if size > n else tile, x))
+    end = n if isinstance(rows, Tensor) else 0  # of what is filled so far
+    if len(spans) > 1 and n == size and h == kv_heads and columns == d and dtype == x.dtype:
+        torch.cat([x.narrow(2, start, count) for _, start, count in spans], 2, out=tile)  # one call instead of many
+        return tile
+    for at, start, n in spans:
+        if at > end:
+            tile[:, :, end:at].zero_()
+        end = at + n
+        source, inside = x.narrow(2, start, n), _columns(tile.narrow(2, at, n), x)
         if h != kv_heads:  # GQA: one read position, a copy for each query head of the group
             source, inside = source.unsqueeze(2), inside.unflatten(1, (kv_heads, -1))
         inside.copy_(source)
-    else:
-        _gather(x, rows, h, inside)
+    if size > end:
+        tile[:, :, end:].zero_()
     return tile
 
 
@@ -213,11 +229,15 @@ def _lies_as_a_tile(x: Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-def _span(rows: slice, S: int) -> tuple[int, int]:
-    """(start, count) of a slice of positions, clipped to S of them."""
-    start = min(rows.start or 0, S)
-    stop = S if rows.stop is None else min(rows.stop, S)
-    return start, max(stop - start, 0)
+def _spans(rows: slice | Runs, S: int) -> list[tuple[int, int, int]]:
+    """(place in the tile, start, count) of each run of positions, clipped to S of them."""
+    spans, at = [], 0
+    for run in (rows,) if isinstance(rows, slice) else rows:
+        start = min(run.start or 0, S)
+        stop = S if run.stop is None else run.stop
+        spans.append((at, start, max(min(stop, S) - start, 0)))
+        at += stop - (run.start or 0)
+    return spans
 
 
 def _gather(x: Tensor, rows: Tensor, heads: int, tile: Tensor) -> None:
@@ -243,46 +263,48 @@ def _first_rows(b: int, kv_heads: int, heads: int, S: int, device: torch.device)
     return ((torch.arange(b, device=device)[:, None] * kv_heads + head) * S)[..., None]
 
 
-def store(x: Tensor, name: str, rows: slice | Tensor, tile: Tensor) -> None:
-    """Write a tile back: row r of ``tile[..., : len(rows), : d]`` becomes position rows[r] of `x` (in HBM, x's dtype).
+def store(x: Tensor, name: str, rows: Rows, tile: Tensor) -> None:
+    """Write a tile back: its rows become the positions `rows` of `x` (in HBM, x's dtype), without the tile's padding.
 
     x: (b, h, S, d) or (b, h, S); tile: (b, h, >= rows, >= d) or (b, h, >= rows).
-    rows: a slice (clipped to S) or an int64 tensor (1 or b, 1 or h, n); positions that repeat must carry one value.
+    rows: as in `load`; positions that repeat must carry one value.
     """
-    if isinstance(rows, slice):
-        start, n = _span(rows, x.shape[2])
-        x.narrow(2, start, n).copy_(_inside(tile, x, n))
-    else:
+    if isinstance(rows, Tensor):
         n = rows.shape[-1]
-        x[_positions(x, rows)] = _inside(tile, x, n).to(x.dtype)
+        x[_positions(x, rows)] = _columns(tile[:, :, :n], x).to(x.dtype)
+    else:
+        n = 0
+        for at, start, count in _spans(rows, x.shape[2]):
+            x.narrow(2, start, count).copy_(_columns(tile.narrow(2, at, count), x))
+            n += count
     traffic = _active.get()
     if traffic is not None:
         _add(traffic.stored, {name: _size(x, n)})
 
 
-def accumulate(x: Tensor, name: str, rows: slice | Tensor, tile: Tensor) -> None:
+def accumulate(x: Tensor, name: str, rows: Rows, tile: Tensor) -> None:
     """Add a tile to the positions `rows` of `x` in HBM: a load, an addition, a store, counted as both.
 
     x, rows, tile as in `store`; positions that repeat add up.
     """
-    if isinstance(rows, slice):
-        start, n = _span(rows, x.shape[2])
-        x.narrow(2, start, n).add_(_inside(tile, x, n))
-    else:
+    if isinstance(rows, Tensor):
         n = rows.shape[-1]
-        if rows.shape[0] == rows.shape[1] == 1:
-            x.index_add_(2, rows[0, 0], _inside(tile, x, n).to(x.dtype))
-        else:
-            x.index_put_(_positions(x, rows), _inside(tile, x, n).to(x.dtype), accumulate=True)
+        part = _columns(tile[:, :, :n], x).to(x.dtype)
+        x.index_put_(_positions(x, rows), part, accumulate=True)
+    else:
+        n = 0
+        for at, start, count in _spans(rows, x.shape[2]):
+            x.narrow(2, start, count).add_(_columns(tile.narrow(2, at, count), x))
+            n += count
     traffic = _active.get()
     if traffic is not None:
         traffic._load(x, name, x.shape[0], x.shape[1], n)
         _add(traffic.stored, {name: _size(x, n)})
 
 
-def _inside(tile: Tensor, x: Tensor, n: int) -> Tensor:
-    """The tile without its padding: n rows, and as many columns as x has."""
-    return tile[:, :, :n] if x.ndim == 3 else tile[:, :, :n, : x.shape[3]]
+def _columns(tile: Tensor, x: Tensor) -> Tensor:
+    """As many of the tile's columns as x has."""
+    return tile if x.ndim == 3 or tile.shape[-1] == x.shape[-1] else tile[..., : x.shape[3]]
 
 
 def _positions(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..block_mask import BlockMask
 from ..mask import Band
-from . import dropout
+from . import dropout, online_softmax
 from .chip import Chip
 from .online_softmax import LOG2E
 from .tiles import FULL, NONE, Tile
@@ -70,6 +70,15 @@ class Scores:
         c = self.softcap * LOG2E
         return S.div_(c).tanh_().mul_(c) if c else S
 
+    def bounded(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """The rows that need no running maximum (b, h, Sq, 1); None where bias or ALiBi may take scores anywhere.
+
+        Data that is not there (a run that only counts, on device "meta") is not looked at either.
+        """
+        if self.bias is not None or self.slopes is not None or q.is_meta:
+            return None
+        return online_softmax.bounded(q, k, v, self.scale_in_bits, self.softcap * LOG2E)
+
     def cap_slope(self, S: Tensor) -> Tensor | None:
         """The softcap's derivative 1 - tanh^2 at its values S; None where it is off."""
         return 1.0 - (S / (self.softcap * LOG2E)).square_() if self.softcap else None
@@ -84,8 +93,12 @@ class Scores:
             self._inside(S, i, j).add_(_additive(_pairs(self.visible, i, j), S.dtype))
         if i.slots is not None or j.slots is not None:
             self._mask_blocks(S, i, j)
-        if i.masked or j.masked:
-            S.add_(self._band(i, j, S))
+        if i.edges or j.edges:
+            band = self._band(i, j, S)
+            for rows in i.edges:
+                S[..., rows, :].add_(band[..., rows, :])
+            for keys in j.edges:
+                S[..., keys].add_(band[..., keys])
         if j.size > j.count:
             S[..., j.count :] = -math.inf  # the padding of a tile at the end of the keys
         if j.past_end is not None:
@@ -121,7 +134,7 @@ class Scores:
 
     def _band(self, i: Tile, j: Tile, S: Tensor) -> Tensor:
         """The Band's part of the tile S, to be added. Contiguous tiles that lie alike to the diagonal share it."""
-        if i.gathered is not None or j.gathered is not None:
+        if not (isinstance(i.rows, slice) and isinstance(j.rows, slice)):
             return self._make_band(i, j, S)
         key = (self.diagonal + i.span[0] - j.span[0], i.size, j.size)
         if key not in self.band_tiles:
@@ -173,7 +186,7 @@ def _index(x: Tensor, i: Tile, j: Tile) -> tuple[Tensor, ...]:
     """Index tensors of the tile (.., i, j) in x; a dimension of size 1 is at 0."""
     b = torch.arange(x.shape[0], device=x.device)[:, None, None, None]
     h = torch.arange(x.shape[1], device=x.device)[:, None, None]
-    rows, keys = (t.rows if isinstance(t.rows, Tensor) else t.index(x.device)[..., : t.count] for t in (i, j))
+    rows, keys = (t.index(x.device)[..., : t.count].clamp(max=n - 1) for t, n in zip((i, j), x.shape[2:], strict=True))
     rows = rows[..., :, None] if x.shape[2] > 1 else rows.new_zeros((1, 1))
     keys = keys[..., None, :] if x.shape[3] > 1 else keys.new_zeros((1, 1))
     return b, h, rows, keys

@@ -40,10 +40,11 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tupl
     sink = None if aux.sink is None else aux.sink.to(lse.dtype)[:, None, None] * LOG2E
     band_tiles: dict[tuple[int, int, int], Tensor] = {}
     for cell in cells(problem, aux):
+        rules = cell.rules(problem, aux, band_tiles)
+        Q, K, V = cell.queries(q), cell.keys(k), cell.keys(v)
         flash_attention_2(
-            cell.queries(q), cell.keys(k), cell.keys(v), cell.rules(problem, aux, band_tiles),
-            tiling.cpu_tile(problem, cell.k_len),
-            sink=None if sink is None else sink[cell.heads], out=(cell.queries(o), cell.rows(lse)),
+            Q, K, V, rules, tiling.cpu_tile(problem), None if sink is None else sink[cell.heads],
+            out=(cell.queries(o), cell.rows(lse)), bounded=rules.bounded(Q, K, V),
         )  # fmt: skip
     return o, lse
 
@@ -76,7 +77,7 @@ def backward(
         shared = problem.group > 1  # several query heads, in several cells perhaps, add to one dK and dV
         *_, dk_heads, dv_heads, delta = flash_attention_2_backward(
             cell.queries(q), cell.keys(k), cell.keys(v), cell.queries(o), cell.rows(lse), cell.queries(do), rules,
-            tiling.cpu_tile(problem, cell.k_len, backward=True), dlse=None if dlse is None else cell.rows(dlse),
+            tiling.cpu_tile(problem, backward=True), dlse=None if dlse is None else cell.rows(dlse),
             out=(
                 cell.queries(dq),
                 _per_query_head(dk_cell, rules) if shared else dk_cell,

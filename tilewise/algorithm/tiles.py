@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..block_mask import BlockMask, TileLists
 from ..mask import key_range, mask_free_queries, mask_free_range, query_range
+from .hbm import Rows
 
 if TYPE_CHECKING:
     from .scores import Scores
@@ -27,15 +28,18 @@ FULL, NONE = -1, -2  # what a slot holds where it holds no row of BlockMask.bits
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A run of positions of one sequence, or (BlockMask) several runs of 128, gathered for each batch and head."""
+    """Positions of one sequence that are worked on at once: a run, or (BlockMask) several runs of 128.
 
-    rows: slice | Tensor  # what hbm.load reads: a slice, or positions (1|b, 1|h, size)
+    Where all heads see the same tiles, `rows` names the runs; where each has its own, positions are gathered.
+    """
+
+    rows: Rows  # what hbm.load reads: positions as a tensor are (1|b, 1|h, size)
     count: int  # positions that are not padding, if rows is a slice; else size
     size: int  # sides of the matmul
-    masked: bool = False  # the Band may hide a pair
+    edges: tuple[slice, ...] = ()  # the parts of the tile in which the Band may hide a pair
     slots: Tensor | None = None  # (1|b, 1|h, size / 128): each run's row of BlockMask.bits, FULL or NONE
     gathered: Tensor | None = None  # positions (1|b, 1|h, size), unlike rows past the end in padding
-    past_end: int | None = None  # gathered positions from here on are padding
+    past_end: int | None = None  # with a BlockMask: positions from here on are padding
 
     @property
     def span(self) -> tuple[int, int]:
@@ -47,13 +51,25 @@ class Tile:
         """Positions (1|b, 1|h, size) on `device`; past the end in padding."""
         if self.gathered is not None:
             return self.gathered
+        if isinstance(self.rows, tuple):
+            return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self.rows])[None, None]
         start, _ = self.span
         return torch.arange(start, start + self.size, device=device)[None, None]
 
 
-def run(start: int, stop: int, masked: bool = False) -> Tile:
-    """The contiguous tile [start, stop), its side rounded up."""
-    return Tile(slice(start, stop), stop - start, round_up(stop - start, ALIGN), masked)
+def run(start: int, stop: int, free: tuple[int, int] | None = None) -> Tile:
+    """The contiguous tile [start, stop), its side rounded up; free: the positions that the Band hides no pair of."""
+    size = round_up(stop - start, ALIGN)
+    return Tile(slice(start, stop), stop - start, size, () if free is None else _edges(start, stop, size, free))
+
+
+def _edges(start: int, stop: int, size: int, free: tuple[int, int]) -> tuple[slice, ...]:
+    """The parts of a tile of `size` that lie outside the mask-free positions."""
+    a = min(max(free[0] - start, 0), size)
+    b = size if free[1] >= stop else max(free[1] - start, 0)
+    if a >= b:
+        return (slice(0, size),)
+    return tuple(part for part in (slice(0, a), slice(b, size)) if part.start < part.stop)
 
 
 def runs(length: int, side: int) -> Iterator[Tile]:
@@ -85,11 +101,11 @@ def query_tiles(j: Tile, scores: Scores, q_len: int, side: int) -> Iterator[Tile
 
 
 def _pieces(visible: tuple[int, int], free: tuple[int, int], side: int) -> Iterator[Tile]:
-    """[lo, hi) in tiles of `side`; those inside the mask-free range need no mask."""
+    """[lo, hi) in tiles of `side`; what lies inside the mask-free range needs no mask."""
     lo, hi = visible
     for start in range(lo - lo % ALIGN if lo < hi else hi, hi, side):
         stop = min(start + side, hi)
-        yield run(start, stop, masked=start < free[0] or stop > free[1])
+        yield run(start, stop, free)
 
 
 def _gathered(
@@ -111,30 +127,42 @@ def _gathered(
     if visible[0] >= visible[1]:
         return
     T = BlockMask.TILE
-    rows = [
-        [slot for slot in live if slot[0] * T < visible[1] and (slot[0] + 1) * T > visible[0]]
-        for live in _live_slots(lists, at, first, scores)
+    live = [
+        [slot for slot in row if slot[0] * T < visible[1] and (slot[0] + 1) * T > visible[0]]
+        for row in _live_slots(lists, at, first, scores)
     ]
-    alike = len(rows) == 1
+    alike = len(live) == 1
     group = max(side // T, 1) if alike else min(GROUP, -(-length // T))
-    width = round_up(max(map(len, rows), default=0), 1 if alike else group)
-    rows = [live + [(0, NONE)] * (width - len(live)) for live in rows]
-    heads = min(lists.full.shape[1], len(scores.head_index))
+    width = round_up(max(map(len, live), default=0), 1 if alike else group)
+    live = [row + [(0, NONE)] * (width - len(row)) for row in live]
+    device, heads = lists.full.device, min(lists.full.shape[1], len(scores.head_index))
     for start in range(0, width, group):
-        part = [live[start : start + group] for live in rows]
-        tiles = {tile for live in part for tile, _ in live}
-        ends = max(tiles) * T + T > length
-        slots = torch.tensor(part, device=lists.full.device).view(-1, heads, len(part[0]), 2)
-        index = (slots[..., :1] * T + torch.arange(T, device=slots.device)).flatten(-2)
+        part = [row[start : start + group] for row in live]
+        tiles = [[tile for tile, _ in row] for row in part]
+        slots = [[slot for _, slot in row] for row in part]
+        lo, hi = min(map(min, tiles)) * T, max(map(max, tiles)) * T + T
+        size, ends = len(tiles[0]) * T, hi > length
+        rows: Rows = tuple(slice(tile * T, tile * T + T) for tile in tiles[0])
+        index = None
+        if not alike:
+            index = torch.tensor(tiles, device=device)[..., None] * T + torch.arange(T, device=device)
+            index = index.view(-1, heads, size)
+            rows = index.clamp(max=length - 1) if ends else index
         yield Tile(
-            rows=index.clamp(max=length - 1) if ends else index,
-            count=index.shape[-1],
-            size=index.shape[-1],
-            masked=min(tiles) * T < free[0] or max(tiles) * T + T > free[1],
-            slots=slots[..., 1] if any(slot != FULL for live in part for _, slot in live) else None,
+            rows,
+            count=size,
+            size=size,
+            edges=(slice(0, size),) if lo < free[0] or hi > free[1] else (),
+            slots=torch.tensor(slots, device=device).view(-1, heads, len(slots[0]))
+            if any(map(_mixed, slots))
+            else None,
             gathered=index,
             past_end=length if ends else None,
         )
+
+
+def _mixed(slots: list[int]) -> bool:
+    return any(slot != FULL for slot in slots)
 
 
 def _live_slots(lists: TileLists, at: int, first: int, scores: Scores) -> list[list[tuple[int, int]]]:

@@ -78,20 +78,18 @@ def _positive(**sizes: int) -> None:
 CELL_ELEMENTS = 2**20  # of S that are worked on together: 4 MiB of fp32; with fewer, the calls of torch cost too much
 
 
-def cpu_tile(problem: Problem, k_len: int, backward: bool = False) -> tuple[int, int]:
+def cpu_tile(problem: Problem, backward: bool = False) -> tuple[int, int]:
     """(B_r, B_c) of the backend "tiled": multiples of 16, with a BlockMask 128 on its outer side.
 
-    By the kind of mask, and for a Band by the sequence's own keys: square tiles, and fewer rows on longer sequences,
-    where a window may be narrow beside them. The choice must not look at batch, heads or the Band's bounds (a row's
-    bits depend on where its keys are cut). Measured with `python -m bench` on two cores.
+    By the kind of mask: fewer rows where a Band may be narrow beside them. The choice must not look at batch, heads,
+    lengths or the Band's bounds (a row's bits depend on where its keys are cut). Measured with `python -m bench` on two
+    cores.
     """
     if problem.mask == "blocks":
-        return (1024, 128) if backward else (128, 1024)
+        return (1024, 128) if backward else (128, 512)
     if problem.band.is_full:
         return (1024, 512) if backward else (512, 512)
-    if backward:
-        return 512, 256
-    return (512, 512) if k_len <= 8192 else (256, 1024)
+    return (512, 256) if backward else (256, 512)
 
 
 def cell(problem: Problem, q_len: int, k_len: int) -> tuple[int, int]:
@@ -99,7 +97,7 @@ def cell(problem: Problem, q_len: int, k_len: int) -> tuple[int, int]:
 
     Heads come in whole groups that share a key/value head, or in an equal part of one group.
     """
-    B_r, B_c = cpu_tile(problem, k_len)
+    B_r, B_c = cpu_tile(problem)
     tile = min(B_r, -(-max(q_len, 1) // 16) * 16) * min(B_c, -(-max(k_len, 1) // 16) * 16)
     n = max(CELL_ELEMENTS // tile, 1)
     if n >= problem.heads:

@@ -130,7 +130,7 @@ def hbm_bytes(length: int) -> tuple[int, int]:
     """
     q, k, v, do = (torch.empty(1, HEADS, length, HEAD_DIM, device="meta") for _ in range(4))
     problem, aux = Problem.of(q, k, v, mask=causal)
-    standard = Standard(scale=problem.scale, blocks=tiling.cpu_tile(problem, problem.k_len), band=causal)
+    standard = Standard(scale=problem.scale, blocks=tiling.cpu_tile(problem), band=causal)
     with hbm.counting() as by_standard:
         o, P, P_dropped = standard.forward(q, k, v)
         standard.backward(do, q, k, v, P, P_dropped)
