@@ -87,9 +87,9 @@ def cpu_tile(problem: Problem, backward: bool = False) -> tuple[int, int]:
     """
     if problem.mask == "blocks":
         return (1024, 128) if backward else (128, 512)
-    if problem.band.is_full:
-        return (1024, 512) if backward else (512, 512)
-    return (512, 256) if backward else (256, 512)
+    if backward:
+        return 512, 256
+    return (512, 512) if problem.band.is_full else (256, 512)
 
 
 def cell(problem: Problem, q_len: int, k_len: int) -> tuple[int, int]:
