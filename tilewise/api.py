@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from .autograd import attend, attend_traced
 from .problem import MaskLike, Problem
@@ -156,4 +157,4 @@ def _autocast(x: Tensor) -> Tensor:
 
 def _has_no_data(q: Any) -> bool:
     """Meta and fake tensors: they take the op, whose fake knows the shapes."""
-    return isinstance(q, Tensor) and (q.is_meta or isinstance(q, torch._subclasses.FakeTensor))
+    return isinstance(q, Tensor) and (q.is_meta or isinstance(q, FakeTensor))

@@ -9,6 +9,7 @@ inputs, o and lse and nothing else, and both refuse to be differentiated twice, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -31,14 +32,23 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """o and lse of a validated call, differentiable. `backend`: a name, or None for the first that can."""
     module = choose(problem, backend)
-    if problem.needs_grad or transformed():
+    if transformed():
         return _Attention.apply(q, k, v, aux.bias, aux.slopes, aux.sink, problem, aux, module)
+    if problem.needs_grad:
+        return _EagerAttention.apply(q, k, v, aux.bias, aux.slopes, aux.sink, problem, aux, module)
     return module.forward(problem, q, k, v, aux)
 
 
 def transformed() -> bool:
     """True inside torch.func transforms and forward-mode AD, which must reach our Function to be answered."""
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def _given(aux: Aux, bias: Tensor | None, slopes: Tensor | None, sink: Tensor | None) -> Aux:
+    """`aux` with the tensors that autograd handed on in place of its own."""
+    if aux.bias is bias and aux.slopes is slopes and aux.sink is sink:
+        return aux
+    return replace(aux, bias=bias, slopes=slopes, sink=sink)
 
 
 class _Attention(torch.autograd.Function):
@@ -54,12 +64,12 @@ class _Attention(torch.autograd.Function):
         aux: Aux,
         module: ModuleType,
     ) -> tuple[Tensor, Tensor]:
-        return module.forward(problem, q, k, v, replace(aux, bias=bias, slopes=slopes, sink=sink))
+        return module.forward(problem, q, k, v, _given(aux, bias, slopes, sink))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         *tensors, ctx.problem, aux, ctx.module = inputs
-        ctx.aux = replace(aux, bias=None, slopes=None, sink=None)
+        ctx.aux = _given(aux, None, None, None)
         ctx.save_for_backward(*tensors, *output)
         ctx.set_materialize_grads(False)
 
@@ -69,7 +79,9 @@ class _Attention(torch.autograd.Function):
             return (None,) * 9
         *tensors, o, lse = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
-        grads = _Backward.apply(do, dlse, *tensors, o, lse, ctx.problem, ctx.aux, ctx.module)
+        again = torch.is_grad_enabled() or transformed()  # somebody may differentiate the gradients
+        run: Callable[..., tuple[Any, ...]] = _Backward.apply if again else _Backward.forward
+        grads = run(do, dlse, *tensors, o, lse, ctx.problem, ctx.aux, ctx.module)
         return (*grads, None, None, None)
 
     @staticmethod
@@ -79,6 +91,19 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         raise NotImplementedError(VMAP)
+
+
+class _EagerAttention(torch.autograd.Function):
+    """_Attention where no transform looks on. PyTorch binds the arguments of a Function that has a setup_context with
+    `inspect` at each call, which takes longer than all else on the way to a launch: 45 microseconds."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = _Attention.forward(*inputs)
+        _Attention.setup_context(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_Attention.backward)
 
 
 class _Backward(torch.autograd.Function):
@@ -100,7 +125,7 @@ class _Backward(torch.autograd.Function):
         aux: Aux,
         module: ModuleType,
     ) -> tuple[Tensor | None, ...]:
-        aux = replace(aux, bias=bias, slopes=slopes, sink=sink)
+        aux = _given(aux, bias, slopes, sink)
         grads = module.backward(problem, do, dlse, q, k, v, o, lse, aux)
         return grads.dq, grads.dk, grads.dv, grads.dbias, grads.dslopes, grads.dsink
 

@@ -7,18 +7,23 @@ first and imported only when asked. Nothing falls back silently: a backend that 
 from __future__ import annotations
 
 import importlib
+import sys
 from types import ModuleType
 
 from .problem import Problem
 
-BACKENDS = {"tiled": "tilewise.algorithm.tiled"}  # fastest first
+BACKENDS = {  # fastest first
+    "triton": "tilewise.kernels.triton.backend",
+    "tiled": "tilewise.algorithm.tiled",
+}
 
 
 def backend(name: str) -> ModuleType:
     """The backend's module. ValueError for an unknown name."""
     if name not in BACKENDS:
         raise ValueError(f"backend is {name!r}: it must be one of {', '.join(map(repr, BACKENDS))}, or None")
-    return importlib.import_module(BACKENDS[name])
+    path = BACKENDS[name]
+    return sys.modules.get(path) or importlib.import_module(path)  # the former is what the latter finds, sooner
 
 
 def choose(problem: Problem, name: str | None = None) -> ModuleType:
@@ -45,6 +50,7 @@ def explain(problem: Problem) -> str:
     >>> q = torch.randn(1, 8, 1024, 64)
     >>> print(tilewise.explain(tilewise.Problem.of(q, q, q, mask=tilewise.causal)[0]))
     batch 1, 1024 queries x 1024 keys, 8 heads, d 64, float32, cpu, scale=0.125, causal
+      triton: it needs a GPU (q is on the CPU)
       tiled: chosen
     """
     lines, chosen = [str(problem)], False

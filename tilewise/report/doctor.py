@@ -73,7 +73,7 @@ def diagnose() -> Iterator[Diagnosis]:
             exact, _ = reference(problem, q, k, v, aux)
             error = (o - exact).abs().max().item()
             right = error < TOLERANCE[dtype] and all(grad.isfinite().all() for grad in grads)
-            note = f"largest error of a causal call in {str(dtype).removeprefix('torch.')}: {error:.1e}"
+            note = f"error of a causal call in {str(dtype).removeprefix('torch.')}: {error:.1e}"
             yield Diagnosis(name, device, right, note)
 
 

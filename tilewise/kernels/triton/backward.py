@@ -1,0 +1,395 @@
+"""The backward in Triton, by recomputation: P is made again from q, k and lse, tile by tile.
+
+    delta_kernel     delta_i = rowsum(dO_i * O_i) - dlse_i
+    dkdv_kernel      a tile of keys stays, queries pass by:  dV += P^T dO    dK += scale dS^T Q
+    dq_kernel        a tile of queries stays, keys pass by:  dQ += scale dS K      (dS = P * (dO V^T - delta))
+    dbias_kernel     a tile of a broadcast bias stays, all that reads it passes by:  dbias += dS
+    per_head_kernel  the sinks' and the slopes' gradients of one sequence and head, summed over its rows
+
+S and dO V^T are made twice, and every sum has one owner: no atomics, so the same bits each time, and no memory but delta.
+A key/value head's owner walks all query heads of its group.
+
+Source: FlashAttention-2 (Dao, 2023), Algorithm 2, its one loop in two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import steps, walk
+from .operands import RUN_TIME
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def delta_kernel(
+    delta, o, do, dlse, cu_q, q_lens, batch, heads, q_len, do_b, do_h, do_r, dlse_b, dlse_h, dlse_r, O: tl.constexpr
+):
+    ROWS: tl.constexpr = O.ROWS
+    s, head, first = steps.which_tile(batch, heads, q_len, cu_q, 1, ROWS, O.PACKED, False)
+    start, span, used = steps.extent(s, batch, q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
+    if first < span:
+        at, row = steps.result(s, head, heads, q_len, start, O.DV, O.PACKED)
+        do, do_r = steps.rows_of(do, s, head, start, do_b, do_h, do_r, O.ALIGNED)
+        o_tile = steps.load_tile(o + at, row, first, used, ROWS, O.V_WIDTH, O.DV, False, True).to(tl.float32)
+        do_tile = steps.load_tile(do, do_r, first, used, ROWS, O.V_WIDTH, O.DV, False, True).to(tl.float32)
+        rows = first + tl.arange(0, ROWS)
+        sums = tl.sum(o_tile * do_tile, 1)
+        if dlse is not None:
+            dlse += s.to(tl.int64) * dlse_b + head.to(tl.int64) * dlse_h + start.to(tl.int64) * dlse_r
+            sums -= tl.load(dlse + rows.to(tl.int64) * dlse_r, mask=rows < used, other=0.0)
+        at = steps.statistic(s, head, heads, q_len, start, O.PACKED)
+        tl.store(delta + at + rows, sums, mask=rows < span)
+
+
+@triton.jit
+def attend_keys(
+    dk, dv, k, v, Q, DO, i0, j, first, bits_tile, q_r, do_r, q_used, lse, delta, scale, softcap, seed, threshold,
+    inverse_keep, b, h, origin_i, origin_j, terms, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
+):  # fmt: skip
+    """(dk, dv) of the keys from `first` on, with the queries [i0, i0 + ROWS) taken in. Tiles are (KEYS, ROWS)."""
+    rows = i0 + tl.arange(0, O.ROWS)
+    q = steps.load_tile(Q, q_r, i0, q_used, O.ROWS, O.WIDTH, O.D, O.TMA, EDGE)
+    L, D = steps.row_statistics(lse, delta, rows, q_used)
+    S, capped = steps.scores(k, q.T, scale, softcap, O)
+    S = steps.bias_and_mask(S, rows[None, :], j, first, bits_tile, *terms, EDGE=EDGE, MIXED=MIXED, O=O)
+    P = tl.exp2(S * (scale if O.RAW else 1.0) - L[None, :])
+    do = steps.load_tile(DO, do_r, i0, q_used, O.ROWS, O.V_WIDTH, O.DV, O.TMA, EDGE)
+    dP = tl.dot(v, do.T, input_precision=O.PRECISION)
+    kept = P
+    if O.DROPOUT:
+        keep = steps.keep(seed, threshold, b, h, i0 + origin_i, first + origin_j, False, O)
+        kept = tl.where(keep, P * inverse_keep, 0.0)
+        dP = tl.where(keep, dP * inverse_keep, 0.0)
+    dv = tl.dot(kept.to(do.dtype), do, dv, input_precision=O.PRECISION)
+    dS = P * (dP - D[None, :])
+    if O.SOFTCAP:
+        dS = dS * (1.0 - capped * capped)
+    dk = tl.dot(dS.to(q.dtype), q, dk, input_precision=O.PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def dkdv_kernel(
+    dk, dv, lse, delta, do, q, k, v, bias, slopes, mask, full_count, full, mixed_count, mixed, mixed_bits, bits, seed,
+    cu_q, cu_k, q_lens, k_lens,
+    batch, heads, group, q_len, k_len, together, scale, softcap, left, right, threshold, inverse_keep, b0, h0, i0, j0,
+    do_b, do_h, do_r, q_b, q_h, q_r, k_b, k_h, k_r, v_b, v_h, v_r, slopes_b, bias_b, bias_h, bias_r, bias_c, bias_q,
+    bias_k, mask_b, mask_h, mask_r, mask_c, mask_q, mask_k, blocks_b, blocks_h, blocks_n, blocks_m, O: tl.constexpr,
+):  # fmt: skip
+    ROWS: tl.constexpr = O.ROWS
+    KEYS: tl.constexpr = O.KEYS
+    WIDTH: tl.constexpr = O.WIDTH
+    V_WIDTH: tl.constexpr = O.V_WIDTH
+    kv_heads = heads // group
+    s, kv, first = steps.which_tile(batch, kv_heads, k_len, cu_k, together, KEYS, O.PACKED, False)
+    q_start, _q_span, q_used = steps.extent(s, batch, q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
+    k_start, k_span, k_used = steps.extent(s, batch, k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
+    if first < k_span:
+        k, k_r = steps.rows_of(k, s, kv, k_start, k_b, k_h, k_r, O.ALIGNED)
+        v, v_r = steps.rows_of(v, s, kv, k_start, v_b, v_h, v_r, O.ALIGNED)
+        k_tile = steps.load_tile(k, k_r, first, k_used, KEYS, WIDTH, O.D, False, True)
+        v_tile = steps.load_tile(v, v_r, first, k_used, KEYS, V_WIDTH, O.DV, False, True)
+        diagonal = steps.diagonal(q_used, k_used, i0, j0, O)
+        j = first + tl.arange(0, KEYS)[:, None]
+        acc_k = tl.zeros((KEYS, WIDTH), tl.float32)
+        acc_v = tl.zeros((KEYS, V_WIDTH), tl.float32)
+        last = tl.minimum(first + KEYS, k_used)
+        range_lo, range_hi = steps.query_range(first, last, left, right, diagonal, q_used)
+        free_lo, free_hi = steps.mask_free_queries(first, last, left, right, diagonal, q_used)
+        for member in tl.range(0, group):
+            head = kv * group + member
+            q_rows, q_row = steps.rows_of(q, s, head, q_start, q_b, q_h, q_r, O.ALIGNED)
+            do_rows, do_row = steps.rows_of(do, s, head, q_start, do_b, do_h, do_r, O.ALIGNED)
+            Q = steps.source(q_rows, q_row, q_used, ROWS, WIDTH, O.D, O.TMA)
+            DO = steps.source(do_rows, do_row, q_used, ROWS, V_WIDTH, O.DV, O.TMA)
+            bias_at, slope, mask_at, pool, draw = steps.of_head(
+                s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b, mask_h, bits, seed, O
+            )
+            terms = (
+                diagonal, k_used, left, right, slope, bias_at, bias_r, bias_c, bias_q, bias_k,
+                mask_at, mask_r, mask_c, mask_q, mask_k, pool, i0, j0,
+            )  # fmt: skip
+            at = steps.statistic(s, head, heads, q_len, q_start, O.PACKED)
+            common = (
+                q_row, do_row, q_used, lse + at, delta + at, scale, softcap, draw, threshold, inverse_keep,
+                s + b0, head + h0, i0, j0, terms,
+            )  # fmt: skip
+            live = full
+            if O.BLOCKS:
+                row = steps.mask_row(s + b0, head + h0, first + j0, blocks_b, blocks_h, blocks_n)
+                known = ((first + j0) // steps.TILE < blocks_n) & (s < batch)
+                positions = (range_lo + i0, range_hi + i0, free_lo + i0, free_hi + i0)
+                live = full + row * blocks_m
+                mixed_live = mixed + row * blocks_m
+                x_lo, x_hi, _, _ = walk.live(mixed_count + row, mixed_live, known, *positions, ROWS)
+                lo, hi, a, z = walk.live(full_count + row, live, known, *positions, ROWS)
+            else:
+                lo, hi, a, z = walk.cut(range_lo, range_hi, free_lo, free_hi, ROWS)
+            for t in tl.range(a, z):
+                i = walk.place(t, live, i0, ROWS, O.BLOCKS)
+                acc_k, acc_v = attend_keys(
+                    acc_k, acc_v, k_tile, v_tile, Q, DO, i, j, first, 0, *common, EDGE=False, MIXED=False, O=O
+                )
+            for u in tl.range(0, a - lo + hi - z):
+                i = walk.place(walk.edge(u, lo, a, z), live, i0, ROWS, O.BLOCKS)
+                acc_k, acc_v = attend_keys(
+                    acc_k, acc_v, k_tile, v_tile, Q, DO, i, j, first, 0, *common, EDGE=True, MIXED=False, O=O
+                )
+            if O.BLOCKS:
+                for t in tl.range(x_lo, x_hi):
+                    i = walk.place(t, mixed_live, i0, ROWS, True)
+                    tile = tl.load(mixed_bits + row * blocks_m + t // (steps.TILE // ROWS))
+                    acc_k, acc_v = attend_keys(
+                        acc_k, acc_v, k_tile, v_tile, Q, DO, i, j, first, tile, *common, EDGE=True, MIXED=True, O=O
+                    )
+        used = j < k_used
+        acc_k = tl.where(used, acc_k * (scale * steps.LN2), 0.0)
+        at, row = steps.result(s, kv, kv_heads, k_len, k_start, O.D, O.PACKED)
+        steps.store_tile(dk + at, row, first, k_span, acc_k, KEYS, WIDTH, O.D)
+        at, row = steps.result(s, kv, kv_heads, k_len, k_start, O.DV, O.PACKED)
+        steps.store_tile(dv + at, row, first, k_span, tl.where(used, acc_v, 0.0), KEYS, V_WIDTH, O.DV)
+
+
+@triton.jit
+def score_gradient(
+    q, k, v, do, L, D, i, j, first, j0, bits_tile, scale, softcap, seed, threshold, inverse_keep, b, h, origin_i,
+    origin_j, terms, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
+):  # fmt: skip
+    """dS (ROWS, KEYS), the gradient of the masked scores; and tanh, for the softcap's derivative."""
+    S, capped = steps.scores(q, k.T, scale, softcap, O)
+    S = steps.bias_and_mask(S, i, j, j0, bits_tile, *terms, EDGE=EDGE, MIXED=MIXED, O=O)
+    P = tl.exp2(S * (scale if O.RAW else 1.0) - L[:, None])
+    dP = tl.dot(do, v.T, input_precision=O.PRECISION)
+    if O.DROPOUT:
+        keep = steps.keep(seed, threshold, b, h, first + origin_i, j0 + origin_j, True, O)
+        dP = tl.where(keep, dP * inverse_keep, 0.0)
+    return P * (dP - D[:, None]), capped
+
+
+@triton.jit
+def attend_queries(
+    dq, dslope, q, do, L, D, K, V, j0, i, first, bits_tile, k_r, v_r, q_used, k_used, diagonal, dbias, dbias_r, dbias_c,
+    bias_q, bias_k, rest, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
+):  # fmt: skip
+    """(dq, the slope's gradient by row) with the keys [j0, j0 + KEYS) taken in; a full bias's gradient is stored."""
+    j = j0 + tl.arange(0, O.KEYS)[None, :]
+    k = steps.load_tile(K, k_r, j0, k_used, O.KEYS, O.WIDTH, O.D, O.TMA, EDGE)
+    v = steps.load_tile(V, v_r, j0, k_used, O.KEYS, O.V_WIDTH, O.DV, O.TMA, EDGE)
+    dS, capped = score_gradient(q, k, v, do, L, D, i, j, first, j0, bits_tile, *rest, EDGE=EDGE, MIXED=MIXED, O=O)
+    if O.ALIBI:
+        dslope -= tl.sum(dS * tl.abs(i + diagonal - j).to(tl.float32), 1)
+    if O.STORE_DBIAS:
+        at = dbias + i.to(tl.int64) * dbias_r + j.to(tl.int64) * dbias_c
+        inside = (i < tl.minimum(q_used, bias_q)) & (j < tl.minimum(k_used, bias_k))
+        tl.store(at, dS.to(dbias.dtype.element_ty), mask=inside)
+    if O.SOFTCAP:
+        dS = dS * (1.0 - capped * capped)
+    return tl.dot(dS.to(k.dtype), k, dq, input_precision=O.PRECISION), dslope
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def dq_kernel(
+    dq, dslope, dbias, lse, delta, do, q, k, v, bias, slopes, mask, full_count, full, mixed_count, mixed, mixed_bits,
+    bits, seed, cu_q, cu_k, q_lens, k_lens,
+    batch, heads, group, q_len, k_len, together, scale, softcap, left, right, threshold, inverse_keep, b0, h0, i0, j0,
+    do_b, do_h, do_r, q_b, q_h, q_r, k_b, k_h, k_r, v_b, v_h, v_r, slopes_b, bias_b, bias_h, bias_r, bias_c, bias_q,
+    bias_k, mask_b, mask_h, mask_r, mask_c, mask_q, mask_k, blocks_b, blocks_h, blocks_n, blocks_m,
+    dbias_b, dbias_h, dbias_r, dbias_c, O: tl.constexpr,
+):  # fmt: skip
+    ROWS: tl.constexpr = O.ROWS
+    KEYS: tl.constexpr = O.KEYS
+    WIDTH: tl.constexpr = O.WIDTH
+    V_WIDTH: tl.constexpr = O.V_WIDTH
+    s, head, first = steps.which_tile(batch, heads, q_len, cu_q, together, ROWS, O.PACKED, True)
+    q_start, q_span, q_used = steps.extent(s, batch, q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
+    k_start, _k_span, k_used = steps.extent(s, batch, k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
+    if first < q_span:
+        kv = head // group
+        q, q_r = steps.rows_of(q, s, head, q_start, q_b, q_h, q_r, O.ALIGNED)
+        do, do_r = steps.rows_of(do, s, head, q_start, do_b, do_h, do_r, O.ALIGNED)
+        k, k_r = steps.rows_of(k, s, kv, k_start, k_b, k_h, k_r, O.ALIGNED)
+        v, v_r = steps.rows_of(v, s, kv, k_start, v_b, v_h, v_r, O.ALIGNED)
+        K = steps.source(k, k_r, k_used, KEYS, WIDTH, O.D, O.TMA)
+        V = steps.source(v, v_r, k_used, KEYS, V_WIDTH, O.DV, O.TMA)
+        diagonal = steps.diagonal(q_used, k_used, i0, j0, O)
+        bias_at, slope, mask_at, pool, draw = steps.of_head(
+            s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b, mask_h, bits, seed, O
+        )
+        dbias_at = 0
+        if O.STORE_DBIAS:
+            dbias_at = dbias + s.to(tl.int64) * dbias_b + head.to(tl.int64) * dbias_h
+        terms = (
+            diagonal, k_used, left, right, slope, bias_at, bias_r, bias_c, bias_q, bias_k,
+            mask_at, mask_r, mask_c, mask_q, mask_k, pool, i0, j0,
+        )  # fmt: skip
+        rest = (scale, softcap, draw, threshold, inverse_keep, s + b0, head + h0, i0, j0, terms)
+        common = (k_r, v_r, q_used, k_used, diagonal, dbias_at, dbias_r, dbias_c, bias_q, bias_k, rest)
+
+        i = first + tl.arange(0, ROWS)[:, None]
+        rows = first + tl.arange(0, ROWS)
+        at = steps.statistic(s, head, heads, q_len, q_start, O.PACKED)
+        L, D = steps.row_statistics(lse + at, delta + at, rows, q_used)
+        q_tile = steps.load_tile(q, q_r, first, q_used, ROWS, WIDTH, O.D, False, True)
+        do_tile = steps.load_tile(do, do_r, first, q_used, ROWS, V_WIDTH, O.DV, False, True)
+        acc = tl.zeros((ROWS, WIDTH), tl.float32)
+        by_row = tl.zeros((ROWS,), tl.float32)
+        last = tl.minimum(first + ROWS, q_used)
+        lo, hi = steps.key_range(first, last, left, right, diagonal, k_used)
+        free_lo, free_hi = steps.mask_free_range(first, last, left, right, diagonal, k_used)
+        if O.BLOCKS:
+            row = steps.mask_row(s + b0, head + h0, first + i0, blocks_b, blocks_h, blocks_n)
+            known = ((first + i0) // steps.TILE < blocks_n) & (s < batch)
+            positions = (lo + j0, hi + j0, free_lo + j0, free_hi + j0)
+            full += row * blocks_m
+            mixed += row * blocks_m
+            x_lo, x_hi, _, _ = walk.live(mixed_count + row, mixed, known, *positions, KEYS)
+            lo, hi, a, z = walk.live(full_count + row, full, known, *positions, KEYS)
+        else:
+            lo, hi, a, z = walk.cut(lo, hi, free_lo, free_hi, KEYS)
+        for t in tl.range(a, z):
+            j = walk.place(t, full, j0, KEYS, O.BLOCKS)
+            acc, by_row = attend_queries(
+                acc, by_row, q_tile, do_tile, L, D, K, V, j, i, first, 0, *common, EDGE=False, MIXED=False, O=O
+            )
+        for u in tl.range(0, a - lo + hi - z):
+            j = walk.place(walk.edge(u, lo, a, z), full, j0, KEYS, O.BLOCKS)
+            acc, by_row = attend_queries(
+                acc, by_row, q_tile, do_tile, L, D, K, V, j, i, first, 0, *common, EDGE=True, MIXED=False, O=O
+            )
+        if O.BLOCKS:
+            for t in tl.range(x_lo, x_hi):
+                j = walk.place(t, mixed, j0, KEYS, True)
+                tile = tl.load(mixed_bits + row * blocks_m + t // (steps.TILE // KEYS))
+                acc, by_row = attend_queries(
+                    acc, by_row, q_tile, do_tile, L, D, K, V, j, i, first, tile, *common, EDGE=True, MIXED=True, O=O
+                )
+        at_q, row_q = steps.result(s, head, heads, q_len, q_start, O.D, O.PACKED)
+        acc = tl.where(i < q_used, acc * (scale * steps.LN2), 0.0)
+        steps.store_tile(dq + at_q, row_q, first, q_span, acc, ROWS, WIDTH, O.D)
+        if O.ALIBI:
+            tl.store(dslope + at + rows, by_row, mask=rows < q_used)
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def dbias_kernel(
+    dbias, lse, delta, do, q, k, v, bias, slopes, mask, full_count, full, mixed_count, mixed, mixed_bits, bits, seed,
+    cu_q, cu_k, q_lens, k_lens,
+    batch, heads, group, q_len, k_len, together, scale, softcap, left, right, threshold, inverse_keep, b0, h0, i0, j0,
+    do_b, do_h, do_r, q_b, q_h, q_r, k_b, k_h, k_r, v_b, v_h, v_r, slopes_b, bias_b, bias_h, bias_r, bias_c, bias_q,
+    bias_k, mask_b, mask_h, mask_r, mask_c, mask_q, mask_k, blocks_b, blocks_h, blocks_n, blocks_m,
+    dbias_b, dbias_h, dbias_r, dbias_c, O: tl.constexpr,
+):  # fmt: skip
+    """One tile of dbias (B|1, Hq|1, Sq|1, Sk|1), whose strides are 0 where its size is 1: what is broadcast is walked."""
+    ROWS: tl.constexpr = O.ROWS
+    KEYS: tl.constexpr = O.KEYS
+    row_tiles = (bias_q + ROWS - 1) // ROWS if O.BIAS_ROWS else 1
+    key_tiles = (bias_k + KEYS - 1) // KEYS if O.BIAS_KEYS else 1
+    pid = tl.program_id(0)
+    own_key, pid = pid % key_tiles, pid // key_tiles
+    own_row, pid = pid % row_tiles, pid // row_tiles
+    own_heads = tl.where(dbias_h == 0, 1, heads)
+    own_head, own_s = pid % own_heads, pid // own_heads  # 0 where they are walked
+    acc = tl.zeros((ROWS, KEYS), tl.float32)
+    for s_n in tl.range(0, tl.where(dbias_b == 0, batch, 1)):
+        s = own_s + s_n
+        q_start, _q_span, q_used = steps.extent(s, batch, q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
+        k_start, _k_span, k_used = steps.extent(s, batch, k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
+        diagonal = steps.diagonal(q_used, k_used, i0, j0, O)
+        for head_n in tl.range(0, tl.where(dbias_h == 0, heads, 1)):
+            head = own_head + head_n
+            kv = head // group
+            q_rows, q_row = steps.rows_of(q, s, head, q_start, q_b, q_h, q_r, O.ALIGNED)
+            do_rows, do_row = steps.rows_of(do, s, head, q_start, do_b, do_h, do_r, O.ALIGNED)
+            k_rows, k_row = steps.rows_of(k, s, kv, k_start, k_b, k_h, k_r, O.ALIGNED)
+            v_rows, v_row = steps.rows_of(v, s, kv, k_start, v_b, v_h, v_r, O.ALIGNED)
+            at = steps.statistic(s, head, heads, q_len, q_start, O.PACKED)
+            bias_at, slope, mask_at, pool, draw = steps.of_head(
+                s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b, mask_h, bits, seed, O
+            )
+            terms = (
+                diagonal, k_used, left, right, slope, bias_at, bias_r, bias_c, bias_q, bias_k,
+                mask_at, mask_r, mask_c, mask_q, mask_k, pool, i0, j0,
+            )  # fmt: skip
+            rest = (scale, softcap, draw, threshold, inverse_keep, s + b0, head + h0, i0, j0, terms)
+            r_lo = own_row if O.BIAS_ROWS else 0
+            r_hi = own_row + 1 if O.BIAS_ROWS else (q_used + ROWS - 1) // ROWS
+            for r in tl.range(r_lo, r_hi):
+                first = r * ROWS
+                rows = first + tl.arange(0, ROWS)
+                i = rows[:, None]
+                last = tl.minimum(first + ROWS, q_used)
+                lo, hi = steps.key_range(first, last, left, right, diagonal, k_used)
+                lo, hi, _a, _z = walk.cut(lo, hi, lo, lo, KEYS)
+                L, D = steps.row_statistics(lse + at, delta + at, rows, q_used)
+                q_tile = steps.load_tile(q_rows, q_row, first, q_used, ROWS, O.WIDTH, O.D, False, True)
+                do_tile = steps.load_tile(do_rows, do_row, first, q_used, ROWS, O.V_WIDTH, O.DV, False, True)
+                if O.BIAS_KEYS:
+                    lo = tl.maximum(lo, own_key)
+                    hi = tl.minimum(hi, own_key + 1)
+                for t in tl.range(lo, hi):
+                    j0_tile = t * KEYS
+                    j = j0_tile + tl.arange(0, KEYS)[None, :]
+                    k_tile = steps.load_tile(k_rows, k_row, j0_tile, k_used, KEYS, O.WIDTH, O.D, False, True)
+                    v_tile = steps.load_tile(v_rows, v_row, j0_tile, k_used, KEYS, O.V_WIDTH, O.DV, False, True)
+                    if O.BLOCKS:
+                        at_list = steps.mask_row(s + b0, head + h0, first + i0, blocks_b, blocks_h, blocks_n)
+                        known = (first + i0) // steps.TILE < blocks_n
+                        n_tile = (j0_tile + j0) // steps.TILE
+                        is_full, _n = walk.find(full_count + at_list, full + at_list * blocks_m, known, n_tile)
+                        is_mixed, n = walk.find(mixed_count + at_list, mixed + at_list * blocks_m, known, n_tile)
+                        tile = tl.load(mixed_bits + at_list * blocks_m + n, mask=is_mixed, other=0)
+                        if is_full:
+                            dS, _capped = score_gradient(
+                                q_tile, k_tile, v_tile, do_tile, L, D, i, j, first, j0_tile, 0, *rest,
+                                EDGE=True, MIXED=False, O=O,
+                            )  # fmt: skip
+                            acc += dS
+                        if is_mixed:
+                            dS, _capped = score_gradient(
+                                q_tile, k_tile, v_tile, do_tile, L, D, i, j, first, j0_tile, tile, *rest,
+                                EDGE=True, MIXED=True, O=O,
+                            )  # fmt: skip
+                            acc += dS
+                    else:
+                        dS, _capped = score_gradient(
+                            q_tile, k_tile, v_tile, do_tile, L, D, i, j, first, j0_tile, 0, *rest,
+                            EDGE=True, MIXED=False, O=O,
+                        )  # fmt: skip
+                        acc += dS
+    dbias += own_s.to(tl.int64) * dbias_b + own_head.to(tl.int64) * dbias_h
+    rows = own_row * ROWS + tl.arange(0, ROWS)
+    keys = own_key * KEYS + tl.arange(0, KEYS)
+    if O.BIAS_ROWS and O.BIAS_KEYS:
+        at = dbias + rows.to(tl.int64)[:, None] * dbias_r + keys.to(tl.int64)[None, :] * dbias_c
+        tl.store(at, acc, mask=(rows < bias_q)[:, None] & (keys < bias_k)[None, :])
+    elif O.BIAS_ROWS:
+        tl.store(dbias + rows.to(tl.int64) * dbias_r, tl.sum(acc, 1), mask=rows < bias_q)
+    elif O.BIAS_KEYS:
+        tl.store(dbias + keys.to(tl.int64) * dbias_c, tl.sum(acc, 0), mask=keys < bias_k)
+    else:
+        tl.store(dbias, tl.sum(tl.sum(acc, 1), 0))
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def per_head_kernel(dsink, dslopes, sink, row_slopes, lse, delta, cu_q, q_lens, batch, heads, q_len, O: tl.constexpr):
+    """dsink: a sink is a key without a value, so dS = P_sink (0 - delta); dslopes: rows' parts. Both (B, Hq), fp32."""
+    s = tl.program_id(0) // heads
+    head = tl.program_id(0) % heads
+    start, _span, used = steps.extent(s, batch, q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
+    at = steps.statistic(s, head, heads, q_len, start, O.PACKED)
+    SIDE: tl.constexpr = 1024
+    of_sink = tl.zeros((SIDE,), tl.float32)
+    of_slope = tl.zeros((SIDE,), tl.float32)
+    for first in tl.range(0, used, SIDE):
+        rows = first + tl.arange(0, SIDE)
+        if O.SINK:
+            logit = tl.load(sink + head).to(tl.float32)
+            L, D = steps.row_statistics(lse + at, delta + at, rows, used)
+            of_sink -= tl.exp2(logit * steps.LOG2E - L) * D
+        if O.ALIBI:
+            of_slope += tl.load(row_slopes + at + rows, mask=rows < used, other=0.0)
+    if O.SINK:
+        tl.store(dsink + s.to(tl.int64) * heads + head, tl.sum(of_sink, 0))
+    if O.ALIBI:
+        tl.store(dslopes + s.to(tl.int64) * heads + head, tl.sum(of_slope, 0))

@@ -1,0 +1,109 @@
+"""FlashAttention-2's forward in Triton: one program a tile of queries, one pass over its keys, one division at the end.
+
+Tiles of keys are walked in `walk`'s order, which depends on lengths, Band and mask alone: so do a row's bits.
+
+Source: FlashAttention-2 (Dao, 2023), Algorithm 1; FlashAttention (Dao et al., 2022), Algorithm 5 for block masks.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import steps, walk
+from .operands import RUN_TIME
+
+
+@triton.jit
+def attend(
+    o, m, l, q, K, V, j0, i, first, bits_tile, k_r, v_r, k_used, scale, softcap, seed, threshold, b, h, origin_i, origin_j,
+    terms, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
+):  # fmt: skip
+    """(o, m, l) with the keys [j0, j0 + KEYS) taken in."""
+    j = j0 + tl.arange(0, O.KEYS)[None, :]
+    k = steps.load_tile(K, k_r, j0, k_used, O.KEYS, O.WIDTH, O.D, O.TMA, EDGE)
+    S, _ = steps.scores(q, k.T, scale, softcap, O)
+    S = steps.bias_and_mask(S, i, j, j0, bits_tile, *terms, EDGE=EDGE, MIXED=MIXED, O=O)
+    factor = scale if O.RAW else 1.0
+    m, l, P, alpha = steps.rescale(m, l, S, factor, EDGE or MIXED or O.BIAS or O.BOOL, O.HEADROOM)
+    if O.DROPOUT:
+        P = tl.where(steps.keep(seed, threshold, b, h, first + origin_i, j0 + origin_j, True, O), P, 0.0)
+    v = steps.load_tile(V, v_r, j0, k_used, O.KEYS, O.V_WIDTH, O.DV, O.TMA, EDGE)
+    o = tl.dot(P.to(v.dtype), v, o * alpha[:, None], input_precision=O.PRECISION)
+    return o, m, l
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def forward_kernel(
+    o, lse, sink, q, k, v, bias, slopes, mask, full_count, full, mixed_count, mixed, mixed_bits, bits, seed,
+    cu_q, cu_k, q_lens, k_lens,
+    batch, heads, group, q_len, k_len, together, scale, softcap, left, right, threshold, inverse_keep, b0, h0, i0, j0,
+    q_b, q_h, q_r, k_b, k_h, k_r, v_b, v_h, v_r, slopes_b, bias_b, bias_h, bias_r, bias_c, bias_q, bias_k,
+    mask_b, mask_h, mask_r, mask_c, mask_q, mask_k, blocks_b, blocks_h, blocks_n, blocks_m, O: tl.constexpr,
+):  # fmt: skip
+    ROWS: tl.constexpr = O.ROWS
+    KEYS: tl.constexpr = O.KEYS
+    V_WIDTH: tl.constexpr = O.V_WIDTH
+    s, head, first = steps.which_tile(batch, heads, q_len, cu_q, together, ROWS, O.PACKED, True)
+    q_start, q_span, q_used = steps.extent(s, batch, q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
+    k_start, _k_span, k_used = steps.extent(s, batch, k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
+    if first < q_span:
+        kv = head // group
+        q, q_r = steps.rows_of(q, s, head, q_start, q_b, q_h, q_r, O.ALIGNED)
+        k, k_r = steps.rows_of(k, s, kv, k_start, k_b, k_h, k_r, O.ALIGNED)
+        v, v_r = steps.rows_of(v, s, kv, k_start, v_b, v_h, v_r, O.ALIGNED)
+        K = steps.source(k, k_r, k_used, KEYS, O.WIDTH, O.D, O.TMA)
+        V = steps.source(v, v_r, k_used, KEYS, V_WIDTH, O.DV, O.TMA)
+        diagonal = steps.diagonal(q_used, k_used, i0, j0, O)
+        bias_at, slope, mask_at, pool, draw = steps.of_head(
+            s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b, mask_h, bits, seed, O
+        )
+        terms = (
+            diagonal, k_used, left, right, slope, bias_at, bias_r, bias_c, bias_q, bias_k,
+            mask_at, mask_r, mask_c, mask_q, mask_k, pool, i0, j0,
+        )  # fmt: skip
+        i = first + tl.arange(0, ROWS)[:, None]
+        common = (k_r, v_r, k_used, scale, softcap, draw, threshold, s + b0, head + h0, i0, j0, terms)
+
+        tile = steps.load_tile(q, q_r, first, q_used, ROWS, O.WIDTH, O.D, False, True)
+        acc = tl.zeros((ROWS, V_WIDTH), tl.float32)
+        m = tl.full((ROWS,), -steps.INF, tl.float32)
+        l = tl.zeros((ROWS,), tl.float32)
+        last = tl.minimum(first + ROWS, q_used)
+        lo, hi = steps.key_range(first, last, left, right, diagonal, k_used)
+        free_lo, free_hi = steps.mask_free_range(first, last, left, right, diagonal, k_used)
+        if O.BLOCKS:
+            row = steps.mask_row(s + b0, head + h0, first + i0, blocks_b, blocks_h, blocks_n)
+            known = ((first + i0) // steps.TILE < blocks_n) & (s < batch)
+            positions = (lo + j0, hi + j0, free_lo + j0, free_hi + j0)
+            full += row * blocks_m
+            mixed += row * blocks_m
+            mixed_bits += row * blocks_m
+            x_lo, x_hi, _, _ = walk.live(mixed_count + row, mixed, known, *positions, KEYS)
+            lo, hi, a, z = walk.live(full_count + row, full, known, *positions, KEYS)
+        else:
+            lo, hi, a, z = walk.cut(lo, hi, free_lo, free_hi, KEYS)
+        for t in tl.range(a, z):
+            j = walk.place(t, full, j0, KEYS, O.BLOCKS)
+            acc, m, l = attend(acc, m, l, tile, K, V, j, i, first, 0, *common, EDGE=False, MIXED=False, O=O)
+        for u in tl.range(0, a - lo + hi - z):
+            j = walk.place(walk.edge(u, lo, a, z), full, j0, KEYS, O.BLOCKS)
+            acc, m, l = attend(acc, m, l, tile, K, V, j, i, first, 0, *common, EDGE=True, MIXED=False, O=O)
+        if O.BLOCKS:
+            for t in tl.range(x_lo, x_hi):
+                j = walk.place(t, mixed, j0, KEYS, True)
+                bits_tile = tl.load(mixed_bits + t // (steps.TILE // KEYS))
+                acc, m, l = attend(acc, m, l, tile, K, V, j, i, first, bits_tile, *common, EDGE=True, MIXED=True, O=O)
+
+        logit = 0.0
+        if O.SINK:
+            logit = tl.load(sink + head).to(tl.float32)
+        acc, L = steps.finalize(m - O.HEADROOM, l, acc, logit, O.SINK)
+        if O.DROPOUT:
+            acc = acc * inverse_keep
+        at, row = steps.result(s, head, heads, q_len, q_start, O.DV, O.PACKED)
+        used = i < q_used
+        steps.store_tile(o + at, row, first, q_span, tl.where(used, acc, 0.0), ROWS, V_WIDTH, O.DV)
+        rows = first + tl.arange(0, ROWS)
+        at = steps.statistic(s, head, heads, q_len, q_start, O.PACKED)
+        tl.store(lse + at + rows, tl.where(rows < q_used, L, -steps.INF), mask=rows < q_span)

@@ -1,0 +1,305 @@
+"""The host side: from a Problem and its tensors to grids, arguments and launches."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...block_mask import BlockMask, TileLists
+from ...problem import Aux, Grads, Layout, Origin, Problem
+from . import config
+from .backward import dbias_kernel, delta_kernel, dkdv_kernel, dq_kernel, per_head_kernel
+from .forward import forward_kernel
+from .launch import Ready
+from .options import Options
+
+LOG2E = math.log2(math.e)
+TOGETHER_BYTES = 24 << 20  # of keys and values that heads walked side by side may take of the L2
+
+
+# A launch's numbers, grid and compile-time options follow from the Problem and from strides. They are made once for
+# calls that repeat: made anew each time, they take 40 microseconds of a forward's 60 on the host.
+READY = 512
+Strides = tuple[int, ...]
+
+
+def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, Tensor]:
+    o = torch.empty(problem.o_shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(problem.lse_shape, dtype=torch.float32, device=q.device)
+    if lse.numel() == 0:
+        return o, lse
+    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
+    start = _forward(problem, precision(problem), aux.origin, _pair_strides(aux), q.stride(), k.stride(), v.stride())
+    start(o, lse, aux.sink, *pointers(q, k, v, aux, by_query=True))
+    return o, lse
+
+
+@lru_cache(maxsize=READY)
+def _forward(problem: Problem, precision: str, origin: Origin, pairs: Strides, *of_rows: Strides) -> Ready:
+    cfg = config.choose(problem, "forward")
+    is_aligned, steps = strides(*of_rows)
+    return Ready(
+        forward_kernel, (_tiles(problem, problem.q_len, cfg.rows) * problem.heads,),
+        (*_common(problem, origin, _together(problem)), *steps, *pairs),
+        {"O": Options.of(problem, cfg, is_aligned, _runs(origin), precision)}, cfg.warps, cfg.stages,
+    )  # fmt: skip
+
+
+def backward(
+    problem: Problem, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, aux: Aux
+) -> Grads:
+    dq, dk, dv = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    if lse.numel() == 0 or k.numel() == 0:
+        return Grads(dq.zero_(), dk.zero_(), dv.zero_(), *_zeros(problem, aux))
+    call = _Call(problem, aux, dense_rows(q), dense_rows(k), dense_rows(v), dense_rows(do), lse)
+    call.delta(o, dlse)
+    call.dkdv(dk, dv)
+    dbias, dslopes, dsink = call.dq(dq)
+    return Grads(dq, dk, dv, dbias, dslopes, dsink)
+
+
+class _Call:
+    """One backward: what its launches share."""
+
+    def __init__(self, problem: Problem, aux: Aux, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor) -> None:
+        self.problem, self.aux, self.precision = problem, aux, precision(problem)
+        self.q, self.k, self.v, self.do, self.lse = q, k, v, do, lse
+        self.of_rows = do.stride(), q.stride(), k.stride(), v.stride()
+        self.deltas = torch.empty_like(lse)
+
+    def shared(self, by_query: bool) -> tuple[Tensor | None, ...]:
+        """The tensors that dkdv, dq and dbias share, from lse on."""
+        return self.lse, self.deltas, self.do, *pointers(self.q, self.k, self.v, self.aux, by_query)
+
+    def delta(self, o: Tensor, dlse: Tensor | None) -> None:
+        start = _delta(self.problem, self.precision, self.of_rows[0], None if dlse is None else dlse.stride())
+        start(self.deltas, o, self.do, dlse, self.aux.cu_q, self.aux.q_lens)
+
+    def dkdv(self, dk: Tensor, dv: Tensor) -> None:
+        pairs = _pair_strides(self.aux, by_query=False)
+        _dkdv(self.problem, self.precision, self.aux.origin, pairs, *self.of_rows)(dk, dv, *self.shared(False))
+
+    def dq(self, dq: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Fills dq; returns dbias, dslopes and dsink."""
+        problem, aux = self.problem, self.aux
+        full = _is_full(problem, aux.bias)
+        dbias = _dbias(problem, aux, full)
+        by_row = torch.empty_like(self.lse) if problem.alibi else None
+        start = _dq(
+            problem, self.precision, aux.origin, _pair_strides(aux), full and dbias is not None, _pairs(dbias)[:4],
+            *self.of_rows,
+        )  # fmt: skip
+        start(dq, by_row, dbias if full else None, *self.shared(True))
+        if dbias is not None and not full:
+            self.broadcast_dbias(dbias)
+        dslopes, dsink = self.per_head(by_row)
+        if dbias is not None:
+            dbias = dbias.to(aux.bias.dtype)  # type: ignore[union-attr]
+        return dbias, dslopes, dsink
+
+    def broadcast_dbias(self, dbias: Tensor) -> None:
+        start = _broadcast_dbias(
+            self.problem, self.precision, self.aux.origin, _pair_strides(self.aux), dbias.shape, _pairs(dbias)[:4],
+            *self.of_rows,
+        )  # fmt: skip
+        start(dbias, *self.shared(True))
+
+    def per_head(self, by_row: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """dslopes and dsink: a sum for each sequence and head, then over the sequences that share them."""
+        problem, aux = self.problem, self.aux
+        if by_row is None and aux.sink is None:
+            return None, None
+        sinks, slopes = torch.empty((2, problem.batch, problem.heads), dtype=torch.float32, device=self.q.device)
+        start = _per_head(problem, self.precision)
+        start(sinks, slopes, aux.sink, by_row, self.lse, self.deltas, aux.cu_q, aux.q_lens)
+        dslopes = dsink = None
+        if aux.slopes is not None:
+            dslopes = (slopes if aux.slopes.dim() == 2 else slopes.sum(0)).to(aux.slopes.dtype)
+        if aux.sink is not None:
+            dsink = sinks.sum(0).to(aux.sink.dtype)
+        return dslopes, dsink
+
+
+@lru_cache(maxsize=READY)
+def _delta(problem: Problem, precision: str, of_do: Strides, of_dlse: Strides | None) -> Ready:
+    cfg = config.choose(problem, "delta")
+    is_aligned, steps = strides(of_do)
+    along = (0,) * 3 if of_dlse is None else (*(0,) * (3 - len(of_dlse)), *of_dlse)
+    return Ready(
+        delta_kernel, (_tiles(problem, problem.q_len, cfg.rows) * problem.heads,),
+        (problem.batch, problem.heads, problem.q_len, *steps, *along),
+        {"O": Options.of(problem, cfg, is_aligned, True, precision)}, cfg.warps, cfg.stages,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=READY)
+def _dkdv(problem: Problem, precision: str, origin: Origin, pairs: Strides, *of_rows: Strides) -> Ready:
+    cfg = config.choose(problem, "dkdv")
+    is_aligned, steps = strides(*of_rows)
+    together = max(1, _together(problem) // problem.group)
+    return Ready(
+        dkdv_kernel, (_tiles(problem, problem.k_len, cfg.keys) * problem.kv_heads,),
+        (*_common(problem, origin, together), *steps, *pairs),
+        {"O": Options.of(problem, cfg, is_aligned, _runs(origin), precision)}, cfg.warps, cfg.stages,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=READY)
+def _dq(
+    problem: Problem, precision: str, origin: Origin, pairs: Strides, store_dbias: bool, of_dbias: Strides,
+    *of_rows: Strides,
+) -> Ready:  # fmt: skip
+    cfg = config.choose(problem, "dq")
+    is_aligned, steps = strides(*of_rows)
+    return Ready(
+        dq_kernel, (_tiles(problem, problem.q_len, cfg.rows) * problem.heads,),
+        (*_common(problem, origin, _together(problem)), *steps, *pairs, *of_dbias),
+        {"O": Options.of(problem, cfg, is_aligned, _runs(origin), precision, store_dbias)}, cfg.warps, cfg.stages,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=READY)
+def _broadcast_dbias(
+    problem: Problem, precision: str, origin: Origin, pairs: Strides, shape: Strides, of_dbias: Strides,
+    *of_rows: Strides,
+) -> Ready:  # fmt: skip
+    cfg = config.choose(problem, "dbias")
+    is_aligned, steps = strides(*of_rows)
+    b, h, rows, keys = shape
+    return Ready(
+        dbias_kernel, (b * h * -(-rows // cfg.rows) * -(-keys // cfg.keys),),
+        (*_common(problem, origin, 1), *steps, *pairs, *of_dbias),
+        {"O": Options.of(problem, cfg, is_aligned, _runs(origin), precision)}, cfg.warps, cfg.stages,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=READY)
+def _per_head(problem: Problem, precision: str) -> Ready:
+    cfg = config.choose(problem, "delta")
+    return Ready(
+        per_head_kernel, (problem.batch * problem.heads,), (problem.batch, problem.heads, problem.q_len),
+        {"O": Options.of(problem, cfg, False, True, precision)}, cfg.warps, cfg.stages,
+    )  # fmt: skip
+
+
+def _is_full(problem: Problem, bias: Tensor | None) -> bool:
+    """Whether each element of the bias is one pair's: nothing is broadcast over more than one."""
+    if bias is None:
+        return False
+    b, h, rows, keys = bias.shape
+    packed = problem.q_layout is Layout.PACKED
+    lengths = (rows > 1 and keys > 1) if packed else (rows, keys) == (problem.q_len, problem.k_len)
+    return (b, h) == (problem.batch, problem.heads) and lengths
+
+
+def _dbias(problem: Problem, aux: Aux, full: bool) -> Tensor | None:
+    """Room for the bias's gradient, of its own shape; zeros where tiles are stored only if they are visited."""
+    if aux.bias is None or problem.bias is None or not problem.bias.grad:
+        return None
+    make = torch.zeros if full else torch.empty
+    return make(aux.bias.shape, dtype=aux.bias.dtype if full else torch.float32, device=aux.bias.device)
+
+
+def _zeros(problem: Problem, aux: Aux) -> list[Tensor | None]:
+    """Gradients of bias, slopes and sink where there is no pair."""
+    wanted = (aux.bias if problem.bias is not None and problem.bias.grad else None, aux.slopes, aux.sink)
+    return [None if x is None else torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in wanted]
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """x, or a copy whose rows are contiguous and begin at 16 bytes: what a vector load or a descriptor can read."""
+    return x if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def precision(problem: Problem) -> str:
+    """Of fp32 products: true fp32 (by three TF32 products, which AMD has not), unless PyTorch's setting allows TF32."""
+    if problem.dtype is not torch.float32 or torch.backends.cuda.matmul.allow_tf32:
+        return "tf32"
+    return "tf32x3" if problem.device.startswith("sm") else "ieee"
+
+
+def pointers(q: Tensor, k: Tensor, v: Tensor, aux: Aux, by_query: bool) -> tuple[Tensor | None, ...]:
+    """The tensors that all kernels share, in their order; a BlockMask's lists query-major or key-major."""
+    mask: Tensor | None = None
+    lists: tuple[Tensor | None, ...] = _NO_LISTS
+    if isinstance(aux.mask, BlockMask):
+        tiles: TileLists = aux.mask.query_major if by_query else aux.mask.key_major
+        lists = (*tiles, aux.mask.bits)
+    elif aux.mask is not None:
+        mask = aux.mask.view(torch.uint8)
+    return (
+        q, k, v, aux.bias, aux.slopes, mask, *lists, aux.seed, aux.cu_q, aux.cu_k, aux.q_lens, aux.k_lens,
+    )  # fmt: skip
+
+
+_NO_LISTS = (None,) * 6
+
+
+def strides(*of_tensors: Strides) -> tuple[bool, Strides]:
+    """Whether all rows begin at multiples of 8 elements, and (from sequence to sequence, head to head, row to row) of
+    each tensor: packed ones lie in one sequence. In elements, or in units of 8 where all are multiples of it.
+    """
+    out: list[int] = []
+    for stride in of_tensors:
+        out += stride[:3] if len(stride) == 4 else (0, stride[1], stride[0])
+    is_aligned = not any(n % 8 for n in out)
+    return is_aligned, tuple([n // 8 for n in out]) if is_aligned else tuple(out)
+
+
+def _common(problem: Problem, origin: Origin, together: int) -> tuple[Any, ...]:
+    left, right = problem.band.bounds
+    b0, h0, i0, j0 = origin
+    p = problem.dropout_p
+    least = math.ceil(p * 2**32) - 1 if p > 0 else 0  # the largest word that is dropped
+    return (
+        problem.batch, problem.heads, problem.group, problem.q_len, problem.k_len, together, problem.scale * LOG2E,
+        problem.softcap * LOG2E, left, right, least - 2**32 if least >= 2**31 else least,
+        1.0 / (1.0 - p) if p < 1 else 0.0, b0, h0, i0, j0,
+    )  # fmt: skip
+
+
+def _pair_strides(aux: Aux, by_query: bool = True) -> Strides:
+    """Of what has an element for pairs: slopes, bias, mask, a BlockMask's lists."""
+    if aux.bias is aux.slopes is aux.mask is None:
+        return _NO_PAIRS
+    slopes_b = aux.slopes.stride(0) if aux.slopes is not None and aux.slopes.dim() == 2 else 0
+    mask = aux.mask
+    if isinstance(mask, BlockMask):
+        b, h, n, m = (mask.query_major if by_query else mask.key_major).full.shape
+        blocks = (h if b > 1 else 0, 1 if h > 1 else 0, n, m)
+        return (slopes_b, *_pairs(aux.bias), *_pairs(None), *blocks)
+    return (slopes_b, *_pairs(aux.bias), *_pairs(mask), 0, 0, 0, 0)
+
+
+_NO_PAIRS = (0,) * 17
+
+
+def _pairs(x: Tensor | None) -> tuple[int, ...]:
+    """Strides of (B|1, Hq|1, Sq|1, Sk|1), 0 where the size is 1, and how far its rows and keys reach."""
+    if x is None:
+        return (0,) * 6
+    steps = tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return (*steps, *(2**30 if size == 1 else size for size in x.shape[2:]))
+
+
+def _tiles(problem: Problem, length: int, side: int) -> int:
+    """How many tiles of `side` cover all sequences: packed, an upper bound that needs no look at cu_seqlens."""
+    if problem.q_layout is Layout.PACKED:
+        return length // side + problem.batch + 1
+    return problem.batch * -(-length // side)
+
+
+def _together(problem: Problem) -> int:
+    """How many heads walk their tiles side by side (dense)."""
+    if problem.band.is_full:
+        return 1
+    size = max(problem.k_len, 1) * (problem.qk_dim + problem.v_dim) * problem.dtype.itemsize
+    return max(1, min(TOGETHER_BYTES // size, 32)) * problem.group
+
+
+def _runs(origin: Origin) -> bool:
+    return origin[2] % 16 == 0 and origin[3] % 16 == 0

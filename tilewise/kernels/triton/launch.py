@@ -1,0 +1,400 @@
+"""Launching a Triton kernel at little host cost; recording launches; compiling a recorded one with no device at hand.
+
+`kernel[grid](...)` binds, specialises and hashes every argument at each call, in Python: tens of microseconds, more
+than a small attention takes on the device. Here a call's key is whatever Triton's choice of a binary depends on, and
+nothing else: the first call of a key goes through `kernel[grid](...)`, later ones to that binary's launcher in C. What
+the tensors do not tell of it is made once, in a `Ready`.
+
+What that launcher expects differs between Triton's versions (3.6 to 3.9 have two forms on CUDA), and a wrong argument
+there is a wrong result on the device. So the call that Triton's own Python makes is read from its source, once: a form
+that is not known here warns and goes through `kernel[grid](...)` for good.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextvars
+import functools
+import inspect
+import itertools
+import re
+import subprocess
+import tempfile
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel, make_backend
+from triton.runtime.jit import JITFunction, MockTensor, create_function_from_signature
+
+_HIP = torch.version.hip is not None
+_FUSED = {"enable_fp_fusion": True}  # S * scale - m in one instruction; newer Tritons have it off unless asked
+_MISALIGNED, _WITHIN_2_GIB = "misaligned", "within 2 GiB"  # what Triton notes of a pointer, beside its dtype
+_WIDE = "64 bits"  # and of an int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch: the arguments of `launch`."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constexprs: dict[str, object]
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Binary:
+    """A compiled kernel, ready to be called. It keeps its kernel alive, whose id is in the key, and its module."""
+
+    kernel: Any
+    compiled: Any
+    scratch: int  # bytes of global memory that one program of the grid needs, for tensor descriptors
+    call: Callable[..., None] | None  # (x, y, z, stream, scratch's address | None, values); None: through kernel[grid]
+
+
+# A binary is found in two steps: by what a Ready knows when it is made, and by what only its tensors tell at a call.
+_binaries: dict[tuple[object, ...], dict[tuple[object, ...], _Binary]] = {}
+_recorders: list[list[Launch]] = []  # of the process, not of the thread: autograd runs backward in its own threads
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Within it, `launch` appends what it was given to the list instead of launching. The innermost one records."""
+    launches: list[Launch] = []
+    _recorders.append(launches)
+    try:
+        yield launches
+    finally:
+        _recorders.remove(launches)
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, object], warps: int, stages: int
+) -> None:
+    """Launch `kernel` on the device of its tensors and that device's current stream, as PyTorch has them.
+
+    kernel: a triton.jit function. Its run-time parameters come first and take `args` in order: first tensors of one
+        device or None, then ints and floats. Ints must be do_not_specialize. Its tl.constexpr parameters come last and
+        are given by name.
+    grid: one to three sizes, fewer than 2^31 programs in all. A size of 0 launches nothing.
+
+    In Triton's interpreter (TRITON_INTERPRET=1) this is `kernel[grid](...)`, and tensors may lie on the CPU.
+    TypeError and ValueError: what is said above does not hold. Those of Triton and of the driver pass through.
+    """
+    tensors = list(itertools.takewhile(lambda arg: arg is None or isinstance(arg, torch.Tensor), args))
+    Ready(kernel, grid, args[len(tensors) :], constexprs, warps, stages)(*tensors)
+
+
+class Ready:
+    """A `launch` with all but its tensors, to be called with them, again and again: it is checked and keyed once.
+
+    numbers: the ints and floats that follow the tensors in the kernel's arguments.
+    """
+
+    __slots__ = ("_binaries", "_sizes", "constexprs", "grid", "kernel", "numbers", "stages", "warps")
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], numbers: tuple[int | float, ...], constexprs: dict[str, object],
+        warps: int, stages: int,
+    ) -> None:  # fmt: skip
+        self.kernel, self.grid, self.numbers = kernel, grid, numbers
+        self.constexprs, self.warps, self.stages = constexprs, warps, stages
+        x, y, z = self._sizes = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        if x * y * z >= 2**31:  # the launcher multiplies in 32 bits, and launches nothing where that wraps below 1
+            raise ValueError(f"{kernel.__name__}: a grid of {grid} has 2^31 programs or more")
+        key = (id(kernel), warps, stages, *_kinds(numbers), *constexprs, *constexprs.values())
+        self._binaries = _binaries.setdefault(key, {})
+
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
+        if _recorders:
+            args = (*tensors, *self.numbers)
+            _recorders[-1].append(Launch(self.kernel, self.grid, args, self.constexprs, self.warps, self.stages))
+            return
+        kernel = self.kernel
+        if not isinstance(kernel, JITFunction):
+            self._through_triton(tensors)
+            return
+        device, addresses, key = _describe(tensors)
+        if device is not None and device < 0:
+            raise ValueError(f"{kernel.__name__}: its tensors must be on a GPU, or TRITON_INTERPRET=1 set")
+        current = torch.cuda.current_device()
+        if device is None:
+            device = current
+        elif device != current:
+            with torch.cuda.device(device):
+                self(*tensors)
+            return
+        key += (device, knobs.runtime.debug)
+        binary = self._binaries.get(key)
+        if binary is None or binary.call is None or _hooked(kernel):
+            compiled = self._compiled(tensors, device)
+            if binary is None and compiled is not None and not _hooked(kernel):
+                self._binaries[key] = _binary_of(kernel, compiled, len(tensors) + len(self.numbers))
+            return
+        x, y, z = self._sizes
+        stream = _stream(device)
+        if binary.scratch:
+            # Freed on return, and used again only by what comes later on this stream.
+            scratch = torch.empty(x * y * z * binary.scratch, dtype=torch.int8, device=device)
+            binary.call(x, y, z, stream, scratch.data_ptr(), (*addresses, *self.numbers))
+        else:
+            binary.call(x, y, z, stream, None, (*addresses, *self.numbers))
+
+    def _compiled(self, tensors: tuple[torch.Tensor | None, ...], device: int) -> Any:
+        """The compiled kernel, after its launch; None where a hook of the user's took the compilation over."""
+        _check(self.kernel, (*tensors, *self.numbers), self.constexprs)
+
+        def run() -> Any:
+            triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
+            return self._through_triton(tensors)
+
+        # Triton keeps its allocator in a context variable: set in a copy of the context, it leaves the user's alone.
+        return contextvars.copy_context().run(run)
+
+    def _through_triton(self, tensors: tuple[torch.Tensor | None, ...]) -> Any:
+        return self.kernel[self.grid](
+            *tensors, *self.numbers, **self.constexprs, num_warps=self.warps, num_stages=self.stages, **_FUSED
+        )
+
+
+def _describe(tensors: tuple[torch.Tensor | None, ...]) -> tuple[int | None, list[int | None], tuple[object, ...]]:
+    """(device of the first, -1 for the CPU; their addresses; what the binary depends on of them)."""
+    addresses: list[Any] = list(tensors)  # None stays: a dozen of them is what takes time here
+    kinds: list[Any] = list(tensors)
+    device: int | None = None
+    for place, tensor in enumerate(tensors):
+        if tensor is None:
+            continue
+        addresses[place] = address = tensor.data_ptr()
+        kinds[place] = tensor.dtype
+        if address & 15:
+            kinds.append((place, _MISALIGNED))
+        if _HIP and tensor.untyped_storage().nbytes() <= 0x7FFFFFFF:
+            kinds.append((place, _WITHIN_2_GIB))
+        if device is None:
+            device = tensor.get_device()
+    return device, addresses, tuple(kinds)
+
+
+def _kinds(numbers: tuple[int | float, ...]) -> list[object]:
+    """What the binary depends on of the numbers: of each its type, and of an int whether 32 bits hold it. TypeError."""
+    kinds: list[object] = []
+    for number in numbers:
+        kind = type(number)
+        if kind is not int and kind is not float:
+            raise TypeError(f"a kernel's arguments are tensors, None, ints and floats, not {kind.__name__}")
+        kinds.append(kind if kind is float or -0x80000000 <= number <= 0x7FFFFFFF else _WIDE)
+    return kinds
+
+
+def _stream(device: int) -> int:
+    """The handle of PyTorch's current stream on `device`."""
+    return torch._C._cuda_getCurrentRawStream(device)  # a torch.cuda.Stream object would cost microseconds
+
+
+def _hooked(kernel: Any) -> bool:
+    """Is there a hook that Triton's own launch would call, a profiler's for one?"""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(
+        kernel.pre_run_hooks
+        or getattr(enter, "calls", enter)  # a chain, which always is there, a function, or None
+        or getattr(leave, "calls", leave)
+        or knobs.runtime.add_stages_inspection_hook
+    )
+
+
+def _check(kernel: Any, args: tuple[Any, ...], constexprs: dict[str, object]) -> None:
+    """ValueError unless a call's key determines its binary, and its values are the launcher's."""
+    runtime, rest = kernel.params[: len(args)], kernel.params[len(args) :]
+    wrong = [p.name for p in runtime if p.is_constexpr]
+    wrong += [p.name for p in rest if not p.is_constexpr or (p.name not in constexprs and not p.has_default)]
+    if wrong or len(runtime) < len(args):
+        raise ValueError(
+            f"{kernel.__name__}: {len(args)} run-time arguments and {', '.join(constexprs) or 'no constexprs'} do not "
+            f"fit its parameters {', '.join(kernel.arg_names)}"
+        )
+    for parameter, arg in zip(runtime, args, strict=True):
+        if isinstance(arg, int) and not parameter.do_not_specialize:
+            raise ValueError(f"{kernel.__name__}: the int {parameter.name} must be in its do_not_specialize")
+    devices = {arg.get_device() for arg in args if isinstance(arg, torch.Tensor)}
+    if len(devices) > 1:
+        raise ValueError(f"{kernel.__name__}: its tensors are on devices {sorted(devices)} (-1: the CPU), not on one")
+
+
+# --- Triton's launchers ----------------------------------------------------------------------------------------------
+
+
+def _cuda_flat(compiled: Any, constexprs: tuple[None, ...]) -> Callable[..., None]:
+    """Triton 3.6: a C function for each signature; the kernel's arguments, constexprs too, follow one another."""
+    launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    start, cooperative, dependent = launcher.launch, launcher.launch_cooperative_grid, launcher.launch_pdl
+
+    def call(x: int, y: int, z: int, stream: int, scratch: int | None, values: tuple[Any, ...]) -> None:
+        start(
+            x, y, z, stream, function, cooperative, dependent, scratch, None, metadata, None, None, None,
+            *values, *constexprs,
+        )  # fmt: skip
+
+    return call
+
+
+def _cuda_packed(compiled: Any, constexprs: tuple[None, ...]) -> Callable[..., None]:
+    """Triton 3.7 to 3.9: one C function for all; the kernel's arguments, constexprs too, in one tuple at the end."""
+    launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    start, cooperative, dependent = launcher.launch, launcher.launch_cooperative_grid, launcher.launch_pdl
+    annotations, signature = launcher.arg_annotations, launcher.kernel_signature
+
+    def call(x: int, y: int, z: int, stream: int, scratch: int | None, values: tuple[Any, ...]) -> None:
+        start(
+            x, y, z, stream, function, cooperative, dependent, metadata, None, None, None, scratch, None,
+            annotations, signature, (*values, *constexprs),
+        )  # fmt: skip
+
+    return call
+
+
+def _hip(compiled: Any, constexprs: tuple[None, ...]) -> Callable[..., None]:
+    """Any of them on an AMD GPU: through the Python in front of the C function, which is alike in all."""
+    launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+    def call(x: int, y: int, z: int, stream: int, scratch: int | None, values: tuple[Any, ...]) -> None:
+        launcher(x, y, z, stream, function, metadata, None, None, None, *values, *constexprs)
+
+    return call
+
+
+_GRID = ("gridX", "gridY", "gridZ", "stream", "function")
+_CUDA = (*_GRID, "self.launch_cooperative_grid", "self.launch_pdl")
+_HOOKS = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
+_SCRATCH = ("global_scratch", "profile_scratch")
+_PACKED = ("self.arg_annotations", "self.kernel_signature")
+
+# The call of the C function in the source of a launcher's __call__, and how it is made here.
+_FORMS: dict[tuple[str, ...], Callable[..., Callable[..., None]]] = {
+    (*_CUDA, *_SCRATCH, "*args"): _cuda_flat,
+    (*_CUDA, *_HOOKS, *_SCRATCH, *_PACKED, "args"): _cuda_packed,
+    (*_CUDA, *_HOOKS, *_SCRATCH, *_PACKED, "kernel_args"): _cuda_packed,  # args, and a sanitizer's where one is on
+    ("self.launch_cooperative_grid", *_GRID, "profile_scratch", "*args"): _hip,
+    ("self.launch_cooperative_grid", *_GRID, "profile_scratch", *_HOOKS, "self.warp_size", *_PACKED, "args"): _hip,
+    ("self.launch_cooperative_grid", *_GRID, *_SCRATCH, *_HOOKS, "self.warp_size", *_PACKED, "args"): _hip,
+}
+
+
+@functools.cache
+def _form(launcher: type) -> Callable[..., Callable[..., None]] | None:
+    """How the launchers of this class are called, from its source. Unknown: None, after a RuntimeWarning."""
+    found: tuple[str, ...] = ()
+    parameters: list[str] = []
+    try:
+        parameters = list(inspect.signature(launcher.__call__).parameters)
+        tree = ast.parse(textwrap.dedent(inspect.getsource(launcher.__call__)))
+    except (OSError, TypeError, ValueError):  # there is no source
+        tree = ast.Module([], [])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.launch" and not node.keywords:
+            found = tuple(ast.unparse(argument) for argument in node.args)
+    known = parameters in (["self", *_GRID, "args"], ["self", *_GRID, *_HOOKS, "args"])
+    if not known or found not in _FORMS:
+        warnings.warn(
+            f"Triton {triton.__version__} launches kernels in a way that tilewise does not know "
+            f"({launcher.__module__}.{launcher.__qualname__}): each launch takes longer on the host",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return _FORMS[found]
+
+
+def _binary_of(kernel: Any, compiled: Any, runtime: int) -> _Binary:
+    """`compiled`, whose first `runtime` parameters are not constexprs, ready to be called."""
+    launcher = compiled.run
+    form = _form(launcher.__class__)
+    global_scratch = getattr(launcher, "global_scratch_size", 0)
+    if form is None or (
+        # What only Triton's own launch provides: an instrumented kernel's memory and arguments.
+        launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False) or (form is _hip and global_scratch)
+    ):
+        return _Binary(kernel, compiled, 0, None)
+    # The launcher wants a place for each constexpr, and does not look at what is there.
+    call = form(compiled, (None,) * (len(kernel.arg_names) - runtime))
+    return _Binary(kernel, compiled, global_scratch * getattr(launcher, "num_ctas", 1), call)
+
+
+# --- with no device --------------------------------------------------------------------------------------------------
+
+
+def compile_for(launch: Launch, target: GPUTarget) -> CompiledKernel:
+    """The kernel of a recorded launch, compiled for `GPUTarget("cuda", 90, 32)`, `GPUTarget("hip", "gfx942", 64)`, ...
+
+    Its tensors may be on any device, "meta" too: only their dtypes count. They are taken to be aligned to 16 bytes, and
+    on AMD GPUs to be no larger than 2 GiB. TypeError in the interpreter, which has no kernels to compile.
+    """
+    kernel = launch.kernel
+    if not isinstance(kernel, JITFunction):
+        raise TypeError(f"{kernel!r} is not a compiled kernel: unset TRITON_INTERPRET")
+    _check(kernel, launch.args, launch.constexprs)
+    args = [MockTensor(arg.dtype) if isinstance(arg, torch.Tensor) else arg for arg in launch.args]
+    keywords = {**launch.constexprs, "num_warps": launch.warps, "num_stages": launch.stages, **_FUSED}
+    backend = make_backend(target)
+    bound, specialization, options = create_function_from_signature(kernel.signature, kernel.params, backend)(
+        *args, **keywords
+    )
+    options, signature, constants, attributes = kernel._pack_args(backend, keywords, bound, specialization, options)
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options=options.__dict__)
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a compiled kernel takes.
+
+    registers: of a thread (on AMD GPUs its vector registers)
+    spilled: bytes of a thread that the code stores to and loads from local memory, each instruction counted once, as
+        `ptxas -v` counts (on AMD GPUs the bytes of the registers that are spilled)
+    shared: bytes of a block of threads
+    """
+
+    registers: int
+    spilled: int
+    shared: int
+
+
+def resources(compiled: CompiledKernel) -> Resources:
+    """What a kernel from `compile_for` takes, read from its binary. RuntimeError where it does not say."""
+    if compiled.metadata.target.backend == "hip":
+        listing = compiled.asm["amdgcn"]
+        return Resources(
+            registers=_number(r"\.vgpr_count:\s*(\d+)", listing),
+            spilled=4 * _number(r"\.vgpr_spill_count:\s*(\d+)", listing),
+            shared=compiled.metadata.shared,
+        )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "--dump-sass", file.name]
+        listing = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+    if "EXIT" not in listing:
+        raise RuntimeError(f"cuobjdump lists no instructions of {compiled.name}")
+    widths = re.findall(r"\s(?:STL|LDL)(?:\.[A-Z]\w*)*(?:\.(64|128))?(?:\.[A-Z]\w*)*\s", listing)
+    return Resources(
+        registers=_number(r"\bREG:(\d+)", listing),
+        spilled=sum(int(width or 32) // 8 for width in widths),
+        shared=compiled.metadata.shared,
+    )
+
+
+def _number(pattern: str, listing: str) -> int:
+    found = re.search(pattern, listing)
+    if found is None:
+        raise RuntimeError(f"{pattern!r} is not in the listing of a kernel's binary")
+    return int(found[1])

@@ -1,0 +1,409 @@
+"""The named steps of attention in Triton, each written once: the kernels are sentences made of them.
+
+    which_tile, extent       program -> (sequence, head, tile) and where a sequence lies
+    source, load_tile        rows of a sequence, by pointers or (Hopper on) by tensor descriptors that clip at its end
+    scores                   S = q k^T, softcap
+    bias_and_mask            + bias, - ALiBi, boolean mask, block bits, Band and the sequence's end (-inf)
+    keep                     the pairs that dropout keeps
+    update, finalize         the online softmax
+    weights, score_gradient  P and dS of the backward, recomputed
+
+`algorithm/` has the same names in torch, and the tests compare them one by one. Whatever an option needs stands under a
+compile-time `if`, so that an option that is off costs nothing. Scores reach the softmax in bits (log2(e) times), as there.
+
+A tile of S is (ROWS, KEYS) in the forward and for dq. For dk and dv it is (KEYS, ROWS), so that P^T and dS^T are what the
+matmuls take from registers: index tensors `i` (rows) and `j` (keys) then lie along the other side, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ... import mask as arithmetic
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LEAST = tl.constexpr(-3.4028234663852886e38)  # of fp32
+INF = tl.constexpr(float("inf"))
+TILE = tl.constexpr(128)  # a BlockMask's
+
+
+def _jit(function: Any) -> Any:
+    """A plain integer function of `mask` as a jitted one; the interpreter looks for `tl` among its globals."""
+    return triton.jit(FunctionType(function.__code__, {**function.__globals__, "tl": tl}, function.__name__))
+
+
+key_range = _jit(arithmetic.key_range)
+mask_free_range = _jit(arithmetic.mask_free_range)
+query_range = _jit(arithmetic.query_range)
+mask_free_queries = _jit(arithmetic.mask_free_queries)
+
+
+# ---- which rows ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def which_tile(batch, heads, length, cu, together, SIDE: tl.constexpr, PACKED: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """(sequence, head, first row of the tile) of this program.
+
+    Dense: `together` heads walk their tiles side by side, so that their keys stay in L2; LAST_FIRST begins with the last
+    tiles, the long ones of a causal mask. Packed: tile t belongs to the last sequence s with cu[s] // SIDE + s <= t. What
+    lies behind the last sequence is taken for one more, `batch`, that is not in use.
+    """
+    pid = tl.program_id(0)
+    if PACKED:
+        tiles = length // SIDE + batch + 1
+        head = pid // tiles
+        t = pid % tiles
+        if LAST_FIRST:
+            t = tiles - 1 - t
+        s = 0
+        beyond = batch + 1
+        while beyond - s > 1:
+            middle = (s + beyond) // 2
+            start = tl.minimum(tl.maximum(tl.load(cu + middle), 0), length)
+            if start // SIDE + middle <= t:
+                s = middle
+            else:
+                beyond = middle
+        first = (t - (tl.minimum(tl.maximum(tl.load(cu + s), 0), length) // SIDE + s)) * SIDE
+        return s, head, first
+    else:
+        tiles = (length + SIDE - 1) // SIDE
+        group = pid // (tiles * together)
+        r = pid % (tiles * together)
+        width = tl.minimum(together, batch * heads - group * together)
+        t = r // width
+        if LAST_FIRST:
+            t = tiles - 1 - t
+        bh = group * together + r % width
+        return bh // heads, bh % heads, t * SIDE
+
+
+@triton.jit
+def extent(s, batch, length, cu, lens, PACKED: tl.constexpr, LENS: tl.constexpr):
+    """(first token, tokens of memory, tokens in use) of sequence s; contents out of range are clamped."""
+    start = s * 0
+    span = length + start
+    if PACKED:
+        start = tl.minimum(tl.maximum(tl.load(cu + s), 0), length)
+        stop = tl.load(cu + s + 1, mask=s < batch, other=length)
+        span = tl.minimum(tl.maximum(stop, start), length) - start
+    used = span
+    if LENS:
+        used = tl.minimum(tl.maximum(tl.load(lens + s, mask=s < batch, other=0), 0), span)
+    elif PACKED:
+        used = tl.where(s < batch, span, 0)
+    return start, span, used
+
+
+@triton.jit
+def statistic(s, head, heads, length, start, PACKED: tl.constexpr):
+    """Where a sequence's rows begin in lse and delta: (B, H, S), or packed (H, T)."""
+    if PACKED:
+        return head.to(tl.int64) * length + start
+    else:
+        return (s.to(tl.int64) * heads + head) * length
+
+
+@triton.jit
+def result(s, head, heads, length, start, DIM: tl.constexpr, PACKED: tl.constexpr):
+    """(where a sequence's rows begin, from row to row) in an array of ours: (B, H, S, DIM), or packed (T, H, DIM)."""
+    if PACKED:
+        return (start.to(tl.int64) * heads + head) * DIM, heads * DIM
+    else:
+        return (s.to(tl.int64) * heads + head) * length * DIM, DIM
+
+
+@triton.jit
+def diagonal(q_used, k_used, i0, j0, O: tl.constexpr):
+    """j - i on the diagonal of the Band and of ALiBi, in this call's own positions."""
+    if O.TOP_LEFT:
+        return i0 - j0
+    else:
+        return i0 - j0 + k_used - q_used
+
+
+@triton.jit
+def rows_of(x, s, head, start, x_b, x_h, x_r, ALIGNED: tl.constexpr):
+    """(rows of one sequence and head of x, the stride from one to the next). A packed x has x_b = 0.
+
+    ALIGNED: strides come in units of 8 elements, so that the compiler sees that rows begin at 16 bytes and loads may be
+    as wide.
+    """
+    if ALIGNED:
+        x_b = x_b * 8
+        x_h = x_h * 8
+        x_r = x_r * 8
+    return x + s.to(tl.int64) * x_b + head.to(tl.int64) * x_h + start.to(tl.int64) * x_r, x_r
+
+
+@triton.jit
+def of_head(s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b, mask_h, bits, seed, O: tl.constexpr):
+    """(bias, ALiBi slope, boolean mask, bit tiles, seed) of one sequence and head; 0 for what is off."""
+    bias_at = 0
+    slope = 0.0
+    mask_at = 0
+    pool = 0
+    draw = 0
+    if O.BIAS:
+        bias_at = bias + s.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h
+    if O.ALIBI:
+        slope = tl.load(slopes + s.to(tl.int64) * slopes_b + head, mask=s < batch, other=0.0).to(tl.float32)
+    if O.BOOL:
+        mask_at = mask + s.to(tl.int64) * mask_b + head.to(tl.int64) * mask_h
+    if O.BLOCKS:
+        pool = bits.to(tl.pointer_type(tl.int32), bitcast=True)
+    if O.DROPOUT:
+        draw = tl.load(seed)
+    return bias_at, slope, mask_at, pool, draw
+
+
+@triton.jit
+def mask_row(b, h, position, blocks_b, blocks_h, blocks_n):
+    """The row of a BlockMask's lists that holds `position` of sequence b, head h."""
+    return (b.to(tl.int64) * blocks_b + h.to(tl.int64) * blocks_h) * blocks_n + position // TILE
+
+
+# ---- tiles of q, k, v, dO --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def source(x, row, end, SIDE: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr):
+    """What load_tile reads: rows [0, end) of DIM numbers at x, `row` elements from one to the next."""
+    if TMA:
+        return tl.make_tensor_descriptor(x, shape=[end, DIM], strides=[row.to(tl.int64), 1], block_shape=[SIDE, WIDTH])
+    else:
+        return x
+
+
+@triton.jit
+def load_tile(
+    x, row, first, end,
+    SIDE: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Rows [first, first + SIDE) in WIDTH columns, zeros from DIM and (EDGE) from `end` on: NaN there must not count.
+
+    Hardware clips what a descriptor loads; a caller that knows the tile to lie inside says EDGE = False.
+    """
+    if TMA:
+        return x.load([first, 0])
+    else:
+        rows = tl.arange(0, SIDE)
+        columns = tl.arange(0, WIDTH)
+        # The tile's own offsets are the same in every round of a loop; only the scalar in front moves.
+        at = (x + tl.cast(first, tl.int64) * row) + (rows.to(tl.int64)[:, None] * row + columns[None, :])
+        if EDGE and DIM != WIDTH:
+            return tl.load(at, mask=(rows < end - first)[:, None] & (columns < DIM)[None, :], other=0.0)
+        elif EDGE:
+            return tl.load(at, mask=(rows < end - first)[:, None], other=0.0)
+        elif DIM != WIDTH:
+            return tl.load(at, mask=(columns < DIM)[None, :], other=0.0)
+        else:
+            return tl.load(at)
+
+
+@triton.jit
+def store_tile(
+    x, row, first, end, tile, SIDE: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Rows [first, end) of the tile, DIM of its columns."""
+    rows = tl.arange(0, SIDE)
+    columns = tl.arange(0, WIDTH)
+    at = (x + tl.cast(first, tl.int64) * row) + (rows.to(tl.int64)[:, None] * row + columns[None, :])
+    inside = (rows < end - first)[:, None]
+    if DIM != WIDTH:
+        inside = inside & (columns < DIM)[None, :]
+    tl.store(at, tile.to(x.dtype.element_ty), mask=inside)
+
+
+# ---- scores ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def scores(a, b, scale, softcap, O: tl.constexpr):
+    """S = a b, in bits, capped at +-softcap (in bits); and tanh, of which the softcap's derivative is made.
+
+    scale: log2(e) times the call's. RAW leaves S unscaled, and the softmax takes the factor into its subtraction.
+    """
+    S = tl.dot(a, b, input_precision=O.PRECISION)
+    capped = S
+    if O.SOFTCAP:
+        capped = tanh(S * (scale / softcap))
+        S = capped * softcap
+    elif not O.RAW:
+        S = S * scale
+    return S, capped
+
+
+@triton.jit
+def tanh(x):
+    """1 - 2 / (e^2x + 1), and below 0.6 a polynomial: what is left of 1 - 1 there would be rounding.
+
+    The polynomial in x^2 is tanh(x) / x at Chebyshev's points; both are right to 2e-7 of the value.
+    """
+    t = x * x
+    series = x * (
+        0.9999999976
+        + t * (-0.3333328397 + t * (0.1333170470 + t * (-0.0537699218 + t * (0.0207574754 - t * 0.0058564278))))
+    )
+    return tl.where(t < 0.36, series, 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0))
+
+
+@triton.jit
+def band_mask(S, i, j, diagonal, left, right, k_end, BAND: tl.constexpr):
+    """-inf where key j is past the end, or (BAND) not within [-left, right] of row i's diagonal."""
+    seen = j < k_end
+    if BAND:
+        distance = j - (i + diagonal)
+        seen = seen & (distance >= -left) & (distance <= right)
+    return tl.where(seen, S, -INF)
+
+
+@triton.jit
+def bool_mask(S, mask, i, j, row, column, i_end, j_end):
+    """-inf where the boolean mask, read through its own strides, says False."""
+    at = mask + i.to(tl.int64) * row + j.to(tl.int64) * column
+    return tl.where(tl.load(at, mask=(i < i_end) & (j < j_end), other=0) != 0, S, -INF)
+
+
+@triton.jit
+def bits_mask(S, bits, tile, i, j, j_first, KEYS: tl.constexpr):
+    """-inf where a BlockMask's bit tile hides the pair. i, j: positions in the mask; tile: row of its pool of bits.
+
+    A row's bits come in words of 32 keys, (128, 4) int32 a tile: each is loaded once a row and spread over its keys.
+    """
+    WORDS: tl.constexpr = (KEYS + 31) // 32
+    first = j_first % TILE // 32
+    at = bits + tile.to(tl.int64) * (TILE * TILE // 32) + i % TILE * (TILE // 32) + first
+    word = tl.load(at)
+    for n in tl.static_range(1, WORDS):
+        word = tl.where(j % TILE // 32 == first + n, tl.load(at + n), word)
+    return tl.where((word >> (j % 32)) & 1 != 0, S, -INF)
+
+
+@triton.jit
+def add_bias(S, bias, i, j, row, column, i_end, j_end):
+    """S + log2(e) bias. Only -inf becomes -inf: a dtype's least number, a mask to some, stays finite in bits too."""
+    at = bias + i.to(tl.int64) * row + j.to(tl.int64) * column
+    b = tl.load(at, mask=(i < i_end) & (j < j_end), other=0.0).to(tl.float32)
+    return S + tl.where(b == -INF, b, tl.maximum(b * LOG2E, LEAST))
+
+
+@triton.jit
+def alibi(S, slope, i, j, diagonal):
+    """S - log2(e) slope |i + diagonal - j|."""
+    return S - (slope * LOG2E) * tl.abs(i + diagonal - j).to(tl.float32)
+
+
+@triton.jit
+def bias_and_mask(
+    S, i, j, j_first, bits_tile, diagonal, k_used, left, right, slope, bias, bias_r, bias_c, bias_q, bias_k,
+    mask, mask_r, mask_c, mask_q, mask_k, bits, i0, j0, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
+):  # fmt: skip
+    """Add bias and ALiBi to a tile of scores, and put -inf where row i may not see key j.
+
+    i, j: positions in the sequence, one along each side; j_first: the first of the keys. EDGE: the tile may cross the Band's edge or the last key.
+    MIXED: it lies in the BlockMask's bit tile `bits_tile`.
+    """
+    if O.BIAS:
+        S = add_bias(S, bias, i, j, bias_r, bias_c, bias_q, bias_k)
+    if O.ALIBI:
+        S = alibi(S, slope, i, j, diagonal)
+    if O.BOOL:
+        S = bool_mask(S, mask, i, j, mask_r, mask_c, mask_q, mask_k)
+    if MIXED:
+        S = bits_mask(S, bits, bits_tile, i + i0, j + j0, j_first + j0, O.KEYS)
+    if EDGE:
+        S = band_mask(S, i, j, diagonal, left, right, k_used, O.BAND)
+    return S
+
+
+@triton.jit
+def keep(seed, threshold, b, h, i0, j0, FIRST: tl.constexpr, O: tl.constexpr):
+    """Which pairs of rows [i0, i0 + ROWS) and keys [j0, j0 + KEYS) dropout keeps; (ROWS, KEYS), or turned unless FIRST.
+
+    The contract of `algorithm.dropout`: one Philox call serves {i, i + 8} x {j, j + 8}. RUNS: i0 and j0 are multiples of
+    16, and each call is made once; else once for each pair. threshold: the least word kept, minus 1.
+    """
+    A: tl.constexpr = O.ROWS if FIRST else O.KEYS
+    B: tl.constexpr = O.KEYS if FIRST else O.ROWS
+    a0 = i0 if FIRST else j0
+    b0 = j0 if FIRST else i0
+    least = threshold.to(tl.uint32)
+    if O.RUNS:
+        n = tl.arange(0, A // 2)
+        m = tl.arange(0, B // 2)
+        x = (a0 + n // 8 * 16 + n % 8)[:, None] + tl.zeros((1, B // 2), tl.int32)
+        y = (b0 + m // 8 * 16 + m % 8)[None, :] + tl.zeros((A // 2, 1), tl.int32)
+    else:
+        x = (a0 + tl.arange(0, A))[:, None] + tl.zeros((1, B), tl.int32)
+        y = (b0 + tl.arange(0, B))[None, :] + tl.zeros((A, 1), tl.int32)
+    i = x if FIRST else y
+    j = y if FIRST else x
+    zero = tl.zeros_like(i)
+    w00, w01, w10, w11 = tl.philox(seed, i & ~8, j & ~8, zero + h, zero + b)
+    if O.RUNS:
+        k00 = (w00 > least).to(tl.int8)
+        k01 = ((w01 if FIRST else w10) > least).to(tl.int8)  # y's bit 3 is set
+        k10 = ((w10 if FIRST else w01) > least).to(tl.int8)
+        k11 = (w11 > least).to(tl.int8)
+        four = tl.join(tl.join(k00, k10), tl.join(k01, k11))  # (A / 2, B / 2, x's bit, y's bit)
+        four = tl.reshape(four, (A // 16, 8, B // 16, 8, 2, 2))
+        return tl.reshape(tl.permute(four, (0, 4, 1, 2, 5, 3)), (A, B)) != 0
+    else:
+        low = tl.where(j & 8 != 0, w01, w00)
+        high = tl.where(j & 8 != 0, w11, w10)
+        return tl.where(i & 8 != 0, high, low) > least
+
+
+# ---- softmax ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def pivot(m, EMPTY: tl.constexpr):
+    """What is subtracted before exp2: m, but 0 for a row that has seen no key (EMPTY: there may be one)."""
+    if EMPTY:
+        return tl.where(m == -INF, 0.0, m)
+    else:
+        return m
+
+
+@triton.jit
+def rescale(m, l, S, factor, EMPTY: tl.constexpr, HEADROOM: tl.constexpr):
+    """(m, l, P, alpha) with a tile's scores S * factor taken into m and l; alpha is what O is to be multiplied by.
+
+    l and O are made of P = 2^(S - m + HEADROOM): fp16 holds nothing below 2^-24, and what dropout leaves of a row may lie
+    there. The caller takes HEADROOM off m at the end.
+    """
+    m_new = tl.maximum(m, tl.max(S, 1) * factor)
+    base = pivot(m_new, EMPTY)
+    P = tl.exp2(S * factor - (base - HEADROOM)[:, None])
+    alpha = tl.exp2(m - base)
+    return m_new, l * alpha + tl.sum(P, 1), P, alpha
+
+
+@triton.jit
+def finalize(m, l, o, sink, SINK: tl.constexpr):
+    """O / l and lse (natural logarithm). The sink, a logit, joins l without a value; an empty row stays empty."""
+    if SINK:
+        m_new = tl.where(l == 0.0, m, tl.maximum(m, sink * LOG2E))
+        base = pivot(m_new, True)
+        alpha = tl.exp2(m - base)
+        l = tl.where(l == 0.0, 0.0, l * alpha + tl.exp2(sink * LOG2E - base))
+        o = o * alpha[:, None]
+        m = m_new
+    o = o * tl.where(l == 0.0, 0.0, 1.0 / l)[:, None]
+    return o, tl.where(l == 0.0, -INF, (m + tl.log2(l)) * LN2)
+
+
+@triton.jit
+def row_statistics(lse, delta, rows, end):
+    """lse in bits and delta of some rows. A row that is empty or past the end gets +inf, and P = 0 from it."""
+    inside = rows < end
+    L = tl.load(lse + rows, mask=inside, other=INF)
+    return tl.where(L == -INF, INF, L * LOG2E), tl.load(delta + rows, mask=inside, other=0.0)

@@ -1,0 +1,75 @@
+"""The order in which a tile's partners are walked, the same for forward and backward.
+
+First those that need no mask code, then those at the Band's edges and at the sequence's end, then (BlockMask) MIXED ones.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import steps
+
+
+@triton.jit
+def cut(lo, hi, free_lo, free_hi, SIDE: tl.constexpr):
+    """[lo, hi) in tiles of SIDE, of which [a, z) need no mask: tile numbers (lo, hi, a, z), lo <= a <= z."""
+    first = lo // SIDE
+    end = tl.where(hi > lo, (hi + SIDE - 1) // SIDE, first)
+    a = tl.minimum(tl.maximum((free_lo + SIDE - 1) // SIDE, first), end)
+    z = tl.minimum(tl.maximum(free_hi // SIDE, a), end)
+    return first, end, a, z
+
+
+@triton.jit
+def live(count, list, known, lo, hi, free_lo, free_hi, SIDE: tl.constexpr):
+    """The same of an ascending list of a BlockMask's tiles: numbers count the tiles of SIDE in its entries.
+
+    lo ... free_hi: positions in the mask. known: False where the mask does not reach.
+    """
+    n = tl.load(count, mask=known, other=0)
+    first = below(list, n, lo // steps.TILE)
+    end = tl.maximum(below(list, n, tl.where(hi > lo, (hi + steps.TILE - 1) // steps.TILE, 0)), first)
+    a = tl.minimum(tl.maximum(below(list, n, (free_lo + steps.TILE - 1) // steps.TILE), first), end)
+    z = tl.minimum(tl.maximum(below(list, n, free_hi // steps.TILE), a), end)
+    PARTS: tl.constexpr = steps.TILE // SIDE
+    return first * PARTS, end * PARTS, a * PARTS, z * PARTS
+
+
+@triton.jit
+def below(list, count, tile):
+    """How many of an ascending list's `count` entries lie below `tile`."""
+    low = 0
+    high = count
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(list + middle) < tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def edge(u, lo, a, z):
+    """The number of the u-th of the tiles [lo, a) and [z, hi)."""
+    return tl.where(u < a - lo, lo + u, z + u - (a - lo))
+
+
+@triton.jit
+def place(t, list, origin, SIDE: tl.constexpr, BLOCKS: tl.constexpr):
+    """Where the tile number t begins in the sequence."""
+    if BLOCKS:
+        PARTS: tl.constexpr = steps.TILE // SIDE
+        n = t // PARTS
+        return tl.load(list + n) * steps.TILE + (t - n * PARTS) * SIDE - origin
+    else:
+        return t * SIDE
+
+
+@triton.jit
+def find(count, list, known, tile):
+    """(whether an ascending list holds `tile`, where)."""
+    n = tl.load(count, mask=known, other=0)
+    at = below(list, n, tile)
+    return tl.load(list + at, mask=at < n, other=-1) == tile, at
