@@ -17,6 +17,10 @@ f, c    1 and 0 for o and lse, 2 and 1/16 for gradients.
 For lse, A is 1, and plain and eps are the accumulator's. Groups of dbias are 64 consecutive rows of it; each gradient
 of a slope or a sink is a group of its own. Where A is 0 (rows without keys, whatever lies past a length, pairs that a
 mask hides) x is exactly 0, and lse is -inf exactly where ref is.
+
+A GPU's exp2 gives 0 below the accumulator's least normal number: a thousand of these (1e-35) are let go. So is
+eps_acc^2 of the largest group: a gradient made of e^-42 alone has that exponent's own rounding in it, which E, a mean
+over P, does not see, and nothing that it is ever added to does either.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from tilewise.algorithm.reference import reference
 from tilewise.problem import Aux, Layout, Problem, sequence_lengths
 
 ROWS = 64
+FLUSHED = 1024
 OPTIONAL = {"bias": "dbias", "alibi_slopes": "dslopes", "sink": "dsink"}
 Results = dict[str, Tensor]  # "o", "lse", "dq", "dk", "dv" and, where the option is given, the values of OPTIONAL
 
@@ -191,7 +196,9 @@ def _excess(
     error, error_plain, size, extra = _group_norms(problem, aux, name, stack)
     if len(error) == 0:
         return 0.0, ""
-    ratio = torch.where(error == 0, 0.0, error / (f * error_plain + eps / 2 * size + extra))
+    finfo = torch.finfo(problem.lse_dtype)
+    least = FLUSHED * finfo.tiny + finfo.eps**2 * size.max()
+    ratio = torch.where(error == 0, 0.0, error / (f * error_plain + eps / 2 * size + extra + least))
     worst = int(ratio.argmax())
     return float(ratio[worst]), f"in group {worst} of {len(ratio)} (error {error[worst]:.3g}, result {size[worst]:.3g})"
 

@@ -6,6 +6,7 @@ import ast
 import compileall
 import doctest
 import importlib
+import json
 import pkgutil
 import re
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu import stamp
 
 import tilewise
 
@@ -221,3 +223,50 @@ def test_pages_name_what_exists(page: str) -> None:
     assert set(re.findall(r"`make ([a-z]+)`", text)) | set(re.findall(r"^make ([a-z]+)", text, re.MULTILINE)) <= targets
     for link in re.findall(r"\]\(([^)#]+)\)", text):
         assert link.startswith("http") or (ROOT / link).exists(), link
+
+
+# --- the GPU's tests, which do not run here ------------------------------------------------------------------------
+
+
+def test_the_kernels_are_those_that_passed_on_a_gpu() -> None:
+    why = stamp.stale()
+    assert why is None, why
+
+
+def test_the_stamp_is_of_what_runs_alone(tmp_path: Path) -> None:
+    """Words about the code may change; another operator, file or backend order is stale."""
+    shutil.copytree(PACKAGE, tmp_path / "tilewise", ignore=shutil.ignore_patterns("__pycache__"))
+    kernel = tmp_path / "tilewise" / "kernels" / "some.py"
+    kernel.parent.mkdir(exist_ok=True)
+
+    def code(text: str) -> str:
+        kernel.write_text(text)
+        return stamp.code_hash(tmp_path)
+
+    before = code('def f(x):\n    """Doubles."""\n    return 2 * x\n')
+    assert code("# comments\ndef f(\n    x,\n):\n    return 2 * x  # and layout\n") == before
+    assert code("def f(x):\n    return 3 * x\n") != before
+    assert code("def f(x):\n    'twice'\n    return 2 * x, 'a string that is no docstring'\n") != before
+    saved = tmp_path / "gpu_tests.json"
+    now = code("x = 1\n")
+    assert "not passed on a GPU" in (stamp.stale(saved, tmp_path) or "")
+    for passed, failed, explained, fine in (
+        (5, [], {}, True), (5, ["a"], {}, False), (5, ["a"], {"a": "why"}, True), (5, ["a"], {"a": ""}, False),
+        (0, [], {}, False),
+    ):  # fmt: skip
+        counts = {"passed": passed, "failed": len(failed)}
+        given = {"hash": now, "device": "H200", "date": "2026-01-01", "counts": counts, "failed": failed}
+        saved.write_text(json.dumps(given | {"explained": explained}))
+        assert (stamp.stale(saved, tmp_path) is None) == fine
+    code("x = 2\n")
+    assert "python -m pytest tests/gpu" in (stamp.stale(saved, tmp_path) or "")
+    saved.write_text(
+        json.dumps({"hash": stamp.code_hash(tmp_path), "counts": {"passed": 5, "failed": 3}, "failed": list("abc")})
+    )
+    assert stamp.repair({"a", "d"}, {"a", "b", "d"}, saved, tmp_path) == 1  # a passed, c is there no more
+    data = json.loads(saved.read_text())
+    assert (data["failed"], data["counts"]) == (["b"], {"passed": 6, "failed": 1})
+    code("x = 3\n")
+    assert stamp.repair({"b"}, {"b"}, saved, tmp_path) == 1  # other code: nothing is repaired
+    parts = {"autograd.py", "dispatch.py", "mask.py"}
+    assert parts <= {path.name for path in stamp.sources()}

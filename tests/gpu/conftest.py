@@ -1,0 +1,119 @@
+"""What needs a GPU. Skipped, with its reason, elsewhere; a full run that passes is stamped (`stamp.py`)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pool
+import pytest
+import stamp
+import torch
+from test_torch import CASES as TRACED
+from triton_cases import PROMISED, for_triton, on_gpu
+from where import BACKEND, DEVICE, REHEARSAL, WHY_NOT, set_up
+
+import tilewise
+
+HERE = Path(__file__).parent
+PROCESSES = 2 if REHEARSAL else min(16, os.cpu_count() or 1)
+SECONDS = 400.0  # for the cases of the pool
+
+notes: list[str] = []  # for the summary
+counts: Counter[str] = Counter()
+outcomes: dict[str, list[str]] = defaultdict(list)
+deselected: set[str] = set()
+
+set_up()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if WHY_NOT:
+                item.add_marker(pytest.mark.skip(reason=WHY_NOT))
+
+
+@pytest.fixture
+def backend() -> str:
+    return BACKEND
+
+
+@pytest.fixture
+def device() -> str:
+    return DEVICE
+
+
+@pytest.fixture
+def cuda() -> None:
+    """For what has no counterpart on a CPU: streams, graphs, the memory of a device."""
+    if REHEARSAL:
+        pytest.skip("a rehearsal on the CPU")
+
+
+@pytest.fixture(autouse=True)
+def contents_are_checked() -> Iterator[None]:
+    with tilewise.checked():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def memory_is_given_back() -> Iterator[None]:
+    """So that what one test leaves in PyTorch's cache is not missing in the next, which may take 100 GB."""
+    yield
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="session")
+def verdicts(request: pytest.FixtureRequest) -> dict[str, pool.Verdict]:
+    """Of all selected cases, and of those that other tests use, so that these find their kernels compiled."""
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    names = [given["case_name"] for given in params if "case_name" in given]
+    chosen = {name: on_gpu()[name] for name in names}
+    promised = {f"promised {name}": case for name, case in PROMISED.items()}
+    promised |= {f"traced {name}": for_triton(case) for name, case in TRACED.items()}
+    promised = {} if REHEARSAL else promised
+    start = time.perf_counter()
+    found = pool.verdicts(chosen | promised, frozenset(promised), PROCESSES, SECONDS)
+    slowest = sorted(found, key=lambda name: -found[name].seconds)[:8]
+    notes.append(f"{len(found)} cases on {PROCESSES} processes in {time.perf_counter() - start:.0f} s; the slowest:")
+    notes.extend(f"  {found[name].seconds:6.1f} s  {name}" for name in slowest)
+    return found
+
+
+# ---- the summary and the stamp ---------------------------------------------------------------------------------------
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" or report.outcome != "passed":
+        counts[report.outcome] += 1
+        outcomes[report.outcome].append(report.nodeid)
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    deselected.update(item.nodeid for item in items if HERE in item.path.parents)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Stamps a run of all of this folder on a GPU; a run of a part of it repairs the stamp of the same code."""
+    if WHY_NOT or REHEARSAL or exitstatus not in (0, 1) or hasattr(session.config, "workerinput"):
+        return  # no worker has seen it all, and an interrupted run has not either
+    items = [item for item in getattr(session, "items", []) if HERE in item.path.parents]
+    if deselected or {item.path for item in items} != set(HERE.glob("test_*.py")):
+        there = deselected | {item.nodeid for item in items}
+        left = stamp.repair(set(outcomes["passed"]), there)
+        notes.append(f"a run of a part: the stamp has {left} failed tests left")
+    elif not any("::" in arg for arg in session.config.args):
+        stamp.write(dict(counts), outcomes["failed"])
+        notes.append(f"stamped: {stamp.STAMP}")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for note in notes:
+        terminalreporter.write_line(note)

@@ -1,0 +1,114 @@
+"""Cases checked by many processes at once: compiling kernels takes most of the time, and one process compiles one."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from cases import Case
+from close import assert_close
+from covering import specialisation
+from poison import poisoned_memory
+from where import BACKEND, DEVICE, moved, set_up
+
+import tilewise
+
+
+@dataclass(frozen=True)
+class Verdict:
+    fault: str  # "" if there is none
+    seconds: float = 0.0  # with compiling, in the first case of a specialisation
+
+
+def check(case: Case) -> None:
+    """AssertionError if a result is over its budget, and whatever a backend may raise."""
+    inputs = moved(case.build())
+    with tilewise.checked():
+        with poisoned_memory():
+            got = case.run(BACKEND, inputs)
+        assert_close(got, **inputs)
+
+
+def verdicts(cases: Mapping[str, Case], twice: frozenset[str], processes: int, limit: float) -> dict[str, Verdict]:
+    """Of each case by name. twice: those whose gradients are also asked for reproducibly, which other kernels may do.
+
+    Cases of one specialisation go to one process, so that nothing is compiled twice; they end up in Triton's cache on
+    disk, where every later process finds them. limit: seconds for all of them; who is not through by then fails.
+    """
+    groups = defaultdict(list)
+    for name, case in cases.items():
+        groups[tuple(specialisation(case).items())].append((name, case, name in twice))
+    slow_first = sorted(groups.values(), key=lambda group: -max(case.dim + case.v_dim for _, case, _ in group))
+    found: dict[str, Verdict] = {}
+    with tempfile.TemporaryDirectory() as notes:
+        pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, (notes,))
+        tasks = [pool.submit(_check_group, group) for group in slow_first]
+        done, waiting = wait(tasks, limit)
+        for task in done:
+            if not isinstance(task.exception(), BrokenProcessPool):
+                found |= task.result()
+        at_work = sorted(note.read_text() for note in Path(notes).iterdir())
+        for process in (pool._processes or {}).values() if waiting else ():
+            process.kill()
+        pool.shutdown(cancel_futures=True)
+    lost = f"no verdict: a process died, or {limit:g} s were over. At work were then {at_work}"
+    return {name: found.get(name, Verdict(lost)) for name in cases}
+
+
+_notes = Path()
+_lost_to = ""  # the case that broke this process's device
+
+
+def _begin(notes: str) -> None:
+    global _notes
+    _notes = Path(notes) / str(os.getpid())
+    set_up()
+
+
+def _check_group(group: list[tuple[str, Case, bool]]) -> dict[str, Verdict]:
+    global _lost_to
+    found = {}
+    for name, case, twice in group:
+        _notes.write_text(name)
+        start = time.perf_counter()
+        if DEVICE == "cuda" and not _lost_to:
+            torch.cuda.empty_cache()  # the others want some of it
+        fault = f"not run: {_lost_to!r} broke the device of its process" if _lost_to else _fault(case, twice)
+        found[name] = Verdict(fault, time.perf_counter() - start)
+        if fault and not _lost_to and not _alive():
+            _lost_to = name
+    _notes.unlink(missing_ok=True)
+    return found
+
+
+def _fault(case: Case, twice: bool) -> str:
+    try:
+        check(case)
+        if twice:
+            case.run(BACKEND, moved(case.build()), deterministic=True)
+    except AssertionError as error:
+        return f"{case}\n{error}"
+    except Exception:  # what it raises is what is asked here
+        return f"{case}\n{traceback.format_exc(limit=-12)}"
+    return ""
+
+
+def _alive() -> bool:
+    """False once a kernel has read or written where it must not: all that follows fails then."""
+    if DEVICE == "cpu":
+        return True
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,241 @@
+"""What is kept from call to call: the same call again is found, any other is made as if nothing had been kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+import tilewise
+from tilewise import problem as module
+from tilewise.problem import Aux, Problem
+
+F16, F32 = torch.float16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_validated", {})
+
+
+def qkv(
+    batch: int = 2, heads: int = 4, kv: int = 2, q: int = 8, k: int = 16, d: int = 8, dv: int = 8, **made: Any
+) -> Any:
+    return [torch.zeros(shape, **made) for shape in ((batch, heads, q, d), (batch, kv, k, d), (batch, kv, k, dv))]
+
+
+@pytest.fixture
+def deterministic() -> Iterator[Callable[[], None]]:
+    yield lambda: torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(False)
+
+
+# ---- Problem.of ------------------------------------------------------------------------------------------------------
+
+TENSORS = {
+    **{name: {name: 1} for name in ("batch", "heads", "kv", "q", "k", "d", "dv")},
+    "dtype": {"dtype": F16}, "requires_grad": {"requires_grad": True}, "heads 2": {"heads": 2},
+}  # fmt: skip
+OPTIONS = {
+    "mask": {"mask": tilewise.causal}, "window": {"mask": tilewise.sliding_window(3)}, "scale": {"scale": 1},
+    "negative scale": {"scale": -1.0}, "softcap": {"softcap": 5}, "dropout": {"dropout_p": 0.5, "seed": 3},
+    "deterministic": {"deterministic": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*TENSORS, *OPTIONS])
+def test_another_call_gives_another_problem(name: str) -> None:
+    if name == "heads":
+        tensors: dict[str, Any] = {"heads": 6}
+    else:
+        tensors = TENSORS.get(name, {})
+        tensors = tensors | ({"heads": 4, "kv": 4} if name == "kv" else {})
+    options: dict[str, Any] = OPTIONS.get(name, {})
+    plain, _ = Problem.of(*qkv())
+    assert Problem.of(*qkv())[0] is plain
+    other, _ = Problem.of(*qkv(**tensors), **options)
+    assert other != plain
+    again, aux = Problem.of(*qkv(**tensors), **options)
+    assert again is other
+    assert (aux.seed is not None) == (name == "dropout")
+    module._validated.clear()
+    fresh, _ = Problem.of(*qkv(**tensors), **options)
+    assert fresh is not other
+    assert fresh == other
+    assert hash(fresh) == hash(other)
+
+
+def test_the_modes_of_torch_are_looked_at(deterministic: Callable[[], None]) -> None:
+    tensors = qkv(requires_grad=True)
+    assert Problem.of(*tensors)[0].needs_grad
+    with torch.no_grad():
+        assert not Problem.of(*tensors)[0].needs_grad
+    assert Problem.of(*tensors)[0].needs_grad
+    deterministic()
+    assert Problem.of(*tensors)[0].deterministic
+    assert not Problem.of(*tensors, deterministic=False)[0].deterministic
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ({"scale": 1}, {"scale": True}), ({"softcap": 0}, {"softcap": False}),
+        ({"dropout_p": 0.0}, {"dropout_p": False}), ({"deterministic": True}, {"deterministic": 1}),
+        ({}, {"scale": [1.0]}), ({}, {"mask": "causal"}),
+    ],
+)  # fmt: skip
+def test_what_equals_a_right_call_is_still_refused(right: dict[str, Any], wrong: dict[str, Any]) -> None:
+    Problem.of(*qkv(), **right)
+    with pytest.raises(TypeError, match=re.escape(f"{next(iter(wrong))} is ")):
+        Problem.of(*qkv(), **wrong)
+
+
+def test_optional_tensors_are_looked_at_each_time() -> None:
+    q, k, v = qkv()
+    for lens in (torch.tensor([3, 16], dtype=torch.int32), None):
+        Problem.of(q, k, v, k_lens=lens)
+    with pytest.raises(ValueError, match=r"k_lens\[1\] is 17"):
+        Problem.of(q, k, v, k_lens=torch.tensor([3, 17], dtype=torch.int32))
+    bias = torch.zeros(8, 16)
+    assert Problem.of(q, k, v, bias=bias)[1].bias is not None
+    assert Problem.of(q, k, v)[1] == Aux()
+    assert len(module._validated) == 1
+
+
+def test_each_call_draws_its_own_seed() -> None:
+    q, k, v = qkv()
+    seeds = {int(Problem.of(q, k, v, dropout_p=0.5)[1].seed) for _ in range(3)}  # type: ignore[arg-type]
+    assert len(seeds) == 3
+    assert int(Problem.of(q, k, v, dropout_p=0.5, seed=-1)[1].seed) == -1  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"seed is 0\.5"):
+        Problem.of(q, k, v, dropout_p=0.5, seed=0.5)  # type: ignore[arg-type]
+
+
+def test_fake_tensors_and_subclasses_are_not_kept() -> None:
+    class Own(Tensor):
+        pass
+
+    Problem.of(*(x.as_subclass(Own) for x in qkv()))
+    with FakeTensorMode():
+        Problem.of(*qkv())
+    assert not module._validated
+
+
+def test_lengths_that_are_symbols_are_not_kept() -> None:
+    """Within functionalize a fake tensor is a plain torch.Tensor whose lengths are symbols."""
+    seen = []
+
+    def body(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        Problem.of(q, k, v)
+        seen.append((type(q), type(q.shape[2])))
+        return q
+
+    tensors = qkv()
+    torch.fx.experimental.proxy_tensor.make_fx(torch.func.functionalize(body), tracing_mode="symbolic")(*tensors)
+    assert seen == [(Tensor, torch.SymInt)]
+    assert not module._validated
+
+
+def test_it_does_not_grow_without_bound() -> None:
+    for q_len in range(module.MOST_VALIDATED + 3):
+        Problem.of(*qkv(1, 1, 1, q_len, 1, 1, 1))
+        assert 0 < len(module._validated) <= module.MOST_VALIDATED
+
+
+def test_a_hash_is_of_one_process() -> None:
+    """Strings and dtypes hash otherwise in another: a pickle must not carry the hash along."""
+    problem, _ = Problem.of(*qkv())
+    hash(problem)
+    other = pickle.loads(pickle.dumps(problem))
+    assert not hasattr(other, "_hash")
+    assert other == problem
+    assert hash(replace(problem, q_len=9)) != hash(problem)
+
+
+# ---- the Triton backend's launches -----------------------------------------------------------------------------------
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1", reason="needs Triton"
+)
+
+
+def kept() -> list[Any]:
+    from tilewise.kernels.triton import host
+
+    return [each for each in vars(host).values() if callable(getattr(each, "cache_clear", None))]
+
+
+def launches(
+    shift: int = 0, dtype: torch.dtype = F16, dlse: bool = False, origin: Any = None, **options: Any
+) -> list[Any]:
+    """(kernel, grid, numbers, options, warps, stages) of each launch of a forward and backward on a GPU."""
+    from tilewise.kernels.triton import host
+    from tilewise.kernels.triton.launch import recording
+
+    q, k, v = (torch.zeros(2, 2, 40, 16 + shift, dtype=dtype, requires_grad=True)[..., :16] for _ in range(3))
+    problem, aux = Problem.of(q, k, v, origin=origin, **options)
+    problem = replace(problem, device="sm90")
+    with recording() as made, torch.no_grad():
+        o, lse = host.forward(problem, q, k, v, aux)
+        host.backward(problem, torch.zeros_like(o), torch.zeros_like(lse) if dlse else None, q, k, v, o, lse, aux)
+    return [
+        (
+            each.kernel, each.grid, [x for x in each.args if isinstance(x, int | float)], each.constexprs, each.warps,
+            each.stages,
+        )
+        for each in made
+    ]  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"shift": 8}, {"shift": 1}, {"dtype": F32}, {"dlse": True}, {"origin": (1, 2, 0, 16)}, {"origin": (0, 0, 3, 0)},
+        {"mask": tilewise.causal}, {"bias": torch.zeros(40, 40)}, {"bias": torch.zeros(40, 80)[:, ::2]},
+        {"bias": torch.zeros(2, 2, 40, 40, requires_grad=True)}, {"bias": torch.zeros(40, 40, requires_grad=True)},
+        {"alibi_slopes": torch.zeros(2, 2)}, {"sink": torch.zeros(2)}, {"mask": torch.ones(40, 40, dtype=torch.bool)},
+        {"scale": 2.0}, {"softcap": 2.0}, {"dropout_p": 0.5, "seed": 1},
+    ],
+    ids=lambda other: "-".join(other),
+)  # fmt: skip
+def test_another_call_makes_another_launch(other: dict[str, Any]) -> None:
+    plain = launches()
+    assert launches() == plain
+    changed = launches(**other)
+    assert changed != plain
+    for each in kept():
+        each.cache_clear()
+    assert launches(**other) == changed
+    assert launches() == plain
+
+
+@needs_triton
+def test_the_setting_for_fp32_products_is_looked_at() -> None:
+    seen = []
+    for allowed in (False, True, False):
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+        seen.append({each[3]["O"].PRECISION for each in launches(dtype=F32)})
+        assert {each[3]["O"].PRECISION for each in launches(dtype=F16)} == {"tf32"}
+    assert seen == [{"tf32x3"}, {"tf32"}, {"tf32x3"}]
+
+
+@needs_triton
+def test_launches_are_kept_within_bounds() -> None:
+    assert len(kept()) == 6
+    for each in kept():
+        assert 0 < each.cache_parameters()["maxsize"] <= 1024
+    before = [each.cache_info().misses for each in kept()]
+    launches(scale=3.0)
+    once = [each.cache_info().misses for each in kept()]
+    launches(scale=3.0)
+    assert [each.cache_info().misses for each in kept()] == once != before

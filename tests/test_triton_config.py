@@ -1,0 +1,205 @@
+"""config.py: which row serves a problem, and what the compiled kernels of every row take: registers, shared memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tilewise
+from tilewise import Problem, causal
+from tilewise.kernels.triton import config as tables
+from tilewise.kernels.triton.config import DIRECTIONS, ORDER, SHARED_KIB, TABLES, WIDTHS, Config, choose, row
+
+TARGETS = {
+    "sm75": ("cuda", 75, 32), "sm80": ("cuda", 80, 32), "sm86": ("cuda", 86, 32), "sm90": ("cuda", 90, 32),
+    "sm100": ("cuda", 100, 32), "cuda": ("hip", "gfx942", 64),
+}  # fmt: skip
+Case = tuple[str, str, int, int, str]  # arch, direction, padded head size, bytes of an element, options
+KINDS = ("fastest of ", "compiled", "not compiled", "Triton's interpreter")  # of evidence
+REPRESENTATIVE: list[Case] = [
+    ("sm75", "delta", 64, 2, "plain"),
+    ("sm75", "forward", 16, 4, "plain"),
+    ("sm80", "forward", 64, 2, "plain"),
+    ("sm86", "dq", 128, 2, "plain"),
+    ("sm90", "forward", 64, 2, "plain"),
+    ("sm90", "dkdv", 64, 2, "plain"),
+    ("sm90", "dq", 128, 2, "plain"),
+    ("sm90", "forward", 64, 2, "bool"),
+    ("sm90", "forward", 128, 2, "long"),
+    ("sm90", "dkdv", 128, 2, "plain"),
+    ("cuda", "forward", 64, 2, "plain"),
+    ("cuda", "dkdv", 64, 2, "plain"),
+]
+
+
+def options(direction: str) -> list[str]:
+    return ["plain"] if direction == "delta" else ["plain", "long", "bool", "blocks"]
+
+
+def every_row() -> Iterator[Case]:
+    """One case for each Config that an architecture's tables give, so that rows that share one compile once each."""
+    for arch in TARGETS:
+        for direction in DIRECTIONS:
+            for width in WIDTHS:
+                for itemsize in (2, 4):
+                    for name in options(direction):
+                        yield arch, direction, width, itemsize, name
+
+
+def asked(case: Case) -> tuple[Problem, tilewise.problem.Aux, list[torch.Tensor]]:
+    """A causal problem of the case's head size; "bool" and "blocks" have every other option too."""
+    arch, direction, width, itemsize, name = case
+    # Turing has no bf16.
+    dtype = torch.float32 if itemsize == 4 else torch.float16 if arch == "sm75" else torch.bfloat16
+    length = tables.LONG if name == "long" else 256
+    q, k, v = (torch.empty(1, 2, length, width, dtype=dtype) for _ in range(3))
+    mask, given = causal, {}
+    if name not in ("plain", "long"):
+        seen = torch.ones(1, 2, 256, 256, dtype=torch.bool)
+        mask = causal & (tilewise.BlockMask.from_dense(seen) if name == "blocks" else seen)
+        given = {
+            "alibi_slopes": torch.ones(2), "sink": torch.ones(2), "softcap": 20.0, "dropout_p": 0.1, "seed": 1
+        }  # fmt: skip
+    if name not in ("plain", "long") or direction == "dbias":
+        heads = 1 if direction == "dbias" else 2  # one is broadcast, and dbias_kernel sums it
+        given["bias"] = torch.zeros(1, heads, length, length, requires_grad=True)
+    problem, aux = Problem.of(q, k, v, mask=mask, **given)
+    return replace(problem, device=arch), aux, [q, k, v]
+
+
+def check(case: Case) -> None:
+    """Compile the case's kernel; AssertionError where it takes more than its row, or its architecture, allows."""
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("in Triton's interpreter there are no binaries")
+    from triton.backends.compiler import GPUTarget
+
+    from tilewise.kernels.triton import host
+    from tilewise.kernels.triton.launch import compile_for, recording, resources
+
+    arch, direction, width, itemsize, _ = case
+    problem, aux, tensors = asked(case)
+    with recording() as launches:
+        o, lse = host.forward(problem, *tensors, aux)
+        if direction != "forward":
+            host.backward(problem, o, None, *tensors, o, lse, aux)
+    (launch,) = (one for one in launches if one.kernel.__name__ == f"{direction}_kernel")
+    compiled = compile_for(launch, GPUTarget(*TARGETS[arch]))
+    taken = resources(compiled)
+    config, dressed = choose(problem, direction), tables.is_dressed(problem)
+    allowed = row(arch, direction, width, itemsize).spills[dressed]
+    assert taken.spilled <= allowed, f"{config}: {taken.spilled} bytes spill, the row allows {allowed}"
+    bound = tables.shared_bound(config, direction, width, itemsize, dressed)
+    assert taken.shared <= bound, f"{config}: {taken.shared} bytes of shared memory, the bound is {bound}"
+    limit = SHARED_KIB[arch] * 1024
+    unfit = (arch, direction, width, itemsize) in tables.UNFIT
+    assert (taken.shared > limit) == unfit, f"{config}: {taken.shared} bytes of shared memory, {arch} has {limit}"
+    stationary = config.keys if direction == "dkdv" else config.rows
+    if arch == "sm90" and itemsize == 2 and direction in ("forward", "dkdv", "dq") and stationary >= 64:
+        assert "wgmma" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("case", REPRESENTATIVE, ids=lambda case: "-".join(map(str, case)))
+def test_a_row_compiles_within_its_limits(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(every_row()), ids=lambda case: "-".join(map(str, case)))
+def test_every_row_compiles_within_its_limits(case: Case) -> None:
+    check(case)
+
+
+def test_sides_are_powers_of_two_and_pipelines_fit() -> None:
+    for arch, kib in SHARED_KIB.items():
+        for direction in DIRECTIONS:
+            for width in WIDTHS:
+                for itemsize in (2, 4):
+                    for dressed, config in enumerate(configs(arch, direction, width, itemsize)):
+                        where = f"{arch} {direction} {width} {itemsize} {config}"
+                        assert {config.rows, config.keys} <= {16, 32, 64, 128}, where
+                        assert config.warps in (4, 8), where
+                        bound = tables.shared_bound(config, direction, width, itemsize, bool(dressed))
+                        shared_in_turn = config.stages == 1 and (config.rows, config.keys) == (16, 16)
+                        assert bound <= kib * 1024 or shared_in_turn, f"{where}: {bound} bytes"
+                        assert arch in ("sm90", "sm100", "sm120") or not config.tma, where
+
+
+def configs(arch: str, direction: str, width: int, itemsize: int) -> tuple[Config, Config]:
+    found = row(arch, direction, width, itemsize)
+    return found.plain, found.dressed
+
+
+def test_each_row_has_its_evidence_and_is_reached() -> None:
+    reached = {
+        id(row(arch, direction, width, itemsize))
+        for arch in (*ORDER, "unknown")
+        for direction in DIRECTIONS
+        for width in WIDTHS
+        for itemsize in (2, 4)
+    }
+    for name, table in TABLES.items():
+        for key, found in table.items():
+            assert found.evidence.startswith(KINDS), (name, key)
+            assert id(found) in reached, (name, key)
+
+
+def of(device: str, d: int = 64, d_v: int | None = None, dtype: torch.dtype = torch.float16, **options) -> Problem:
+    q, v = torch.empty(1, 2, 32, d, dtype=dtype), torch.empty(1, 2, 32, d_v or d, dtype=dtype)
+    return replace(Problem.of(q, q, v, **options)[0], device=device)
+
+
+@pytest.mark.parametrize(("d", "d_v", "width"), [(1, 1, 16), (16, 17, 32), (65, 8, 128), (512, 300, 512)])
+def test_the_greater_head_size_counts_rounded_up(d: int, d_v: int, width: int) -> None:
+    for direction in DIRECTIONS:
+        assert choose(of("sm90", d, d_v), direction) == row("sm90", direction, width, 2).plain
+
+
+def test_the_nearest_table_answers_first() -> None:
+    def table(arch: str, key: tuple[str, int, int]) -> str:
+        return next(name for name in TABLES if TABLES[name].get(key) is row(arch, *key))
+
+    assert table("sm80", ("forward", 128, 2)) == "sm80"
+    assert table("sm80", ("dkdv", 128, 2)) == "sm86"
+    assert table("sm89", ("forward", 128, 2)) == "sm86"
+    assert table("cuda", ("forward", 64, 2)) == table("hip", ("forward", 64, 2)) == "hip"
+    assert table("sm90", ("forward", 64, 4)) == "any"
+    assert table("sm61", ("forward", 64, 2)) == "any"
+
+
+def test_an_unknown_device_gets_the_conservative_row() -> None:
+    assert choose(of("sm999"), "forward") == TABLES["any"]["forward", 64, 2].plain
+
+
+def test_fp32_has_rows_of_its_own() -> None:
+    assert choose(of("sm90", dtype=torch.float32), "forward") == row("sm90", "forward", 64, 4).plain
+    assert choose(of("sm90", dtype=torch.float32), "forward") != choose(of("sm90"), "forward")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bias": torch.zeros(32, 32)}, {"alibi_slopes": torch.ones(2)}, {"softcap": 5.0}, {"dropout_p": 0.1},
+        {"mask": torch.ones(32, 32, dtype=torch.bool)},
+    ],
+    ids=["bias", "alibi", "softcap", "dropout", "bool"],
+)  # fmt: skip
+def test_what_works_on_each_pair_is_dressed(options: dict) -> None:
+    assert choose(of("sm90", **options), "forward") == row("sm90", "forward", 64, 2).dressed
+
+
+@pytest.mark.parametrize("options", [{}, {"mask": causal}, {"sink": torch.ones(2)}], ids=["none", "causal", "sink"])
+def test_what_works_on_rows_alone_is_plain(options: dict) -> None:
+    assert choose(of("sm90", **options), "forward") == row("sm90", "forward", 64, 2).plain
+
+
+def test_the_interpreter_has_small_tiles_whose_sides_differ() -> None:
+    for direction in DIRECTIONS:
+        for width in WIDTHS:
+            config = choose(of("cpu", width), direction)
+            assert config.rows != config.keys
+            assert max(config.rows, config.keys) <= 32
