@@ -1,12 +1,13 @@
 """The backward in Triton, by recomputation: P is made again from q, k and lse, tile by tile.
 
-    delta_kernel     delta_i = rowsum(dO_i * O_i) - dlse_i
+    delta_kernel     delta_i = rowsum(dO_i * O_i) - dlse_i, kept beside lse_i in bits: a row's two statistics
     dkdv_kernel      a tile of keys stays, queries pass by:  dV += P^T dO    dK += scale dS^T Q
     dq_kernel        a tile of queries stays, keys pass by:  dQ += scale dS K      (dS = P * (dO V^T - delta))
     dbias_kernel     a tile of a broadcast bias stays, all that reads it passes by:  dbias += dS
     per_head_kernel  the sinks' and the slopes' gradients of one sequence and head, summed over its rows
 
-S and dO V^T are made twice, and every sum has one owner: no atomics, so the same bits each time, and no memory but delta.
+S and dO V^T are made twice, and every sum has one owner: no atomics, so the same bits each time, and no memory but the
+statistics.
 A key/value head's owner walks all query heads of its group.
 
 Source: FlashAttention-2 (Dao, 2023), Algorithm 2, its one loop in two.
@@ -23,7 +24,7 @@ from .operands import RUN_TIME
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def delta_kernel(
-    delta, o, do, dlse, cu_q, q_lens, batch, heads, q_len, do_b, do_h, do_r, dlse_b, dlse_h, dlse_r, O: tl.constexpr
+    statistics, o, do, lse, dlse, cu_q, q_lens, batch, heads, q_len, do_b, do_h, do_r, dlse_b, dlse_h, dlse_r, O: tl.constexpr
 ):
     ROWS: tl.constexpr = O.ROWS
     s, head, first = steps.which_tile(batch, heads, q_len, cu_q, 1, ROWS, O.PACKED, False)
@@ -38,8 +39,11 @@ def delta_kernel(
         if dlse is not None:
             dlse += s.to(tl.int64) * dlse_b + head.to(tl.int64) * dlse_h + start.to(tl.int64) * dlse_r
             sums -= tl.load(dlse + rows.to(tl.int64) * dlse_r, mask=rows < used, other=0.0)
-        at = steps.statistic(s, head, heads, q_len, start, O.PACKED)
-        tl.store(delta + at + rows, sums, mask=rows < span)
+        logs = tl.load(lse + steps.statistic(s, head, heads, q_len, start, O.PACKED) + rows, mask=rows < used, other=0.0)
+        L = tl.where((rows < used) & (logs != -steps.INF), logs * steps.LOG2E, steps.INF)  # from +inf comes P = 0
+        lse, delta = steps.statistics_of(statistics, s, head, batch, heads, q_len, start, O.PACKED)
+        tl.store(lse + rows, L, mask=rows < span)
+        tl.store(delta + rows, sums, mask=rows < span)
 
 
 @triton.jit
@@ -50,9 +54,9 @@ def attend_keys(
     """(dk, dv) of the keys from `first` on, with the queries [i0, i0 + ROWS) taken in. Tiles are (KEYS, ROWS)."""
     rows = i0 + tl.arange(0, O.ROWS)
     q = steps.load_tile(Q, q_r, i0, q_used, O.ROWS, O.WIDTH, O.D, O.TMA, EDGE)
-    L, D = steps.row_statistics(lse, delta, rows, q_used)
     S, capped = steps.scores(k, q.T, scale, softcap, O)
     S = steps.bias_and_mask(S, rows[None, :], j, first, bits_tile, *terms, EDGE=EDGE, MIXED=MIXED, O=O)
+    L = steps.row_statistic(lse, i0, q_used, steps.INF, O.ROWS, EDGE)
     P = tl.exp2(S * (scale if O.RAW else 1.0) - L[None, :])
     do = steps.load_tile(DO, do_r, i0, q_used, O.ROWS, O.V_WIDTH, O.DV, O.TMA, EDGE)
     dP = tl.dot(v, do.T, input_precision=O.PRECISION)
@@ -62,6 +66,7 @@ def attend_keys(
         kept = tl.where(keep, P * inverse_keep, 0.0)
         dP = tl.where(keep, dP * inverse_keep, 0.0)
     dv = tl.dot(kept.to(do.dtype), do, dv, input_precision=O.PRECISION)
+    D = steps.row_statistic(delta, i0, q_used, 0.0, O.ROWS, EDGE)  # here and not above, where it would hold registers
     dS = P * (dP - D[None, :])
     if O.SOFTCAP:
         dS = dS * (1.0 - capped * capped)
@@ -71,7 +76,7 @@ def attend_keys(
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def dkdv_kernel(
-    dk, dv, lse, delta, do, q, k, v, bias, slopes, mask, full_count, full, mixed_count, mixed, mixed_bits, bits, seed,
+    dk, dv, statistics, do, q, k, v, bias, slopes, mask, full_count, full, mixed_count, mixed, mixed_bits, bits, seed,
     cu_q, cu_k, q_lens, k_lens,
     batch, heads, group, q_len, k_len, together, scale, softcap, left, right, threshold, inverse_keep, b0, h0, i0, j0,
     do_b, do_h, do_r, q_b, q_h, q_r, k_b, k_h, k_r, v_b, v_h, v_r, slopes_b, bias_b, bias_h, bias_r, bias_c, bias_q,
@@ -110,9 +115,9 @@ def dkdv_kernel(
                 diagonal, k_used, left, right, slope, bias_at, bias_r, bias_c, bias_q, bias_k,
                 mask_at, mask_r, mask_c, mask_q, mask_k, pool, i0, j0,
             )  # fmt: skip
-            at = steps.statistic(s, head, heads, q_len, q_start, O.PACKED)
+            lse, delta = steps.statistics_of(statistics, s, head, batch, heads, q_len, q_start, O.PACKED)
             common = (
-                q_row, do_row, q_used, lse + at, delta + at, scale, softcap, draw, threshold, inverse_keep,
+                q_row, do_row, q_used, lse, delta, scale, softcap, draw, threshold, inverse_keep,
                 s + b0, head + h0, i0, j0, terms,
             )  # fmt: skip
             live = full
@@ -190,7 +195,7 @@ def attend_queries(
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def dq_kernel(
-    dq, dslope, dbias, lse, delta, do, q, k, v, bias, slopes, mask, full_count, full, mixed_count, mixed, mixed_bits,
+    dq, dslope, dbias, statistics, do, q, k, v, bias, slopes, mask, full_count, full, mixed_count, mixed, mixed_bits,
     bits, seed, cu_q, cu_k, q_lens, k_lens,
     batch, heads, group, q_len, k_len, together, scale, softcap, left, right, threshold, inverse_keep, b0, h0, i0, j0,
     do_b, do_h, do_r, q_b, q_h, q_r, k_b, k_h, k_r, v_b, v_h, v_r, slopes_b, bias_b, bias_h, bias_r, bias_c, bias_q,
@@ -228,8 +233,9 @@ def dq_kernel(
 
         i = first + tl.arange(0, ROWS)[:, None]
         rows = first + tl.arange(0, ROWS)
-        at = steps.statistic(s, head, heads, q_len, q_start, O.PACKED)
-        L, D = steps.row_statistics(lse + at, delta + at, rows, q_used)
+        lse, delta = steps.statistics_of(statistics, s, head, batch, heads, q_len, q_start, O.PACKED)
+        L = steps.row_statistic(lse, first, q_used, steps.INF, ROWS, True)
+        D = steps.row_statistic(delta, first, q_used, 0.0, ROWS, True)
         q_tile = steps.load_tile(q, q_r, first, q_used, ROWS, WIDTH, O.D, False, True)
         do_tile = steps.load_tile(do, do_r, first, q_used, ROWS, V_WIDTH, O.DV, False, True)
         acc = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -268,12 +274,13 @@ def dq_kernel(
         acc = tl.where(i < q_used, acc * (scale * steps.LN2), 0.0)
         steps.store_tile(dq + at_q, row_q, first, q_span, acc, ROWS, WIDTH, O.D)
         if O.ALIBI:
+            at = steps.statistic(s, head, heads, q_len, q_start, O.PACKED)
             tl.store(dslope + at + rows, by_row, mask=rows < q_used)
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def dbias_kernel(
-    dbias, lse, delta, do, q, k, v, bias, slopes, mask, full_count, full, mixed_count, mixed, mixed_bits, bits, seed,
+    dbias, statistics, do, q, k, v, bias, slopes, mask, full_count, full, mixed_count, mixed, mixed_bits, bits, seed,
     cu_q, cu_k, q_lens, k_lens,
     batch, heads, group, q_len, k_len, together, scale, softcap, left, right, threshold, inverse_keep, b0, h0, i0, j0,
     do_b, do_h, do_r, q_b, q_h, q_r, k_b, k_h, k_r, v_b, v_h, v_r, slopes_b, bias_b, bias_h, bias_r, bias_c, bias_q,
@@ -303,7 +310,7 @@ def dbias_kernel(
             do_rows, do_row = steps.rows_of(do, s, head, q_start, do_b, do_h, do_r, O.ALIGNED)
             k_rows, k_row = steps.rows_of(k, s, kv, k_start, k_b, k_h, k_r, O.ALIGNED)
             v_rows, v_row = steps.rows_of(v, s, kv, k_start, v_b, v_h, v_r, O.ALIGNED)
-            at = steps.statistic(s, head, heads, q_len, q_start, O.PACKED)
+            lse, delta = steps.statistics_of(statistics, s, head, batch, heads, q_len, q_start, O.PACKED)
             bias_at, slope, mask_at, pool, draw = steps.of_head(
                 s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b, mask_h, bits, seed, O
             )
@@ -321,7 +328,8 @@ def dbias_kernel(
                 last = tl.minimum(first + ROWS, q_used)
                 lo, hi = steps.key_range(first, last, left, right, diagonal, k_used)
                 lo, hi, _a, _z = walk.cut(lo, hi, lo, lo, KEYS)
-                L, D = steps.row_statistics(lse + at, delta + at, rows, q_used)
+                L = steps.row_statistic(lse, first, q_used, steps.INF, ROWS, True)
+                D = steps.row_statistic(delta, first, q_used, 0.0, ROWS, True)
                 q_tile = steps.load_tile(q_rows, q_row, first, q_used, ROWS, O.WIDTH, O.D, False, True)
                 do_tile = steps.load_tile(do_rows, do_row, first, q_used, ROWS, O.V_WIDTH, O.DV, False, True)
                 if O.BIAS_KEYS:
@@ -372,12 +380,13 @@ def dbias_kernel(
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
-def per_head_kernel(dsink, dslopes, sink, row_slopes, lse, delta, cu_q, q_lens, batch, heads, q_len, O: tl.constexpr):
+def per_head_kernel(dsink, dslopes, sink, row_slopes, statistics, cu_q, q_lens, batch, heads, q_len, O: tl.constexpr):
     """dsink: a sink is a key without a value, so dS = P_sink (0 - delta); dslopes: rows' parts. Both (B, Hq), fp32."""
     s = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
     start, _span, used = steps.extent(s, batch, q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
     at = steps.statistic(s, head, heads, q_len, start, O.PACKED)
+    lse, delta = steps.statistics_of(statistics, s, head, batch, heads, q_len, start, O.PACKED)
     SIDE: tl.constexpr = 1024
     of_sink = tl.zeros((SIDE,), tl.float32)
     of_slope = tl.zeros((SIDE,), tl.float32)
@@ -385,7 +394,8 @@ def per_head_kernel(dsink, dslopes, sink, row_slopes, lse, delta, cu_q, q_lens, 
         rows = first + tl.arange(0, SIDE)
         if O.SINK:
             logit = tl.load(sink + head).to(tl.float32)
-            L, D = steps.row_statistics(lse + at, delta + at, rows, used)
+            L = steps.row_statistic(lse, first, used, steps.INF, SIDE, True)
+            D = steps.row_statistic(delta, first, used, 0.0, SIDE, True)
             of_sink -= tl.exp2(logit * steps.LOG2E - L) * D
         if O.ALIBI:
             of_slope += tl.load(row_slopes + at + rows, mask=rows < used, other=0.0)

@@ -18,6 +18,7 @@ from .launch import Ready
 from .options import Options
 
 LOG2E = math.log2(math.e)
+LONGEST_TILE = 1024  # rows: per_head_kernel's
 TOGETHER_BYTES = 24 << 20  # of keys and values that heads walked side by side may take of the L2
 
 
@@ -69,15 +70,15 @@ class _Call:
         self.problem, self.aux, self.precision = problem, aux, precision(problem)
         self.q, self.k, self.v, self.do, self.lse = q, k, v, do, lse
         self.of_rows = do.stride(), q.stride(), k.stride(), v.stride()
-        self.deltas = torch.empty_like(lse)
+        self.statistics = torch.empty(_statistics(problem), dtype=torch.float32, device=q.device)
 
     def shared(self, by_query: bool) -> tuple[Tensor | None, ...]:
-        """The tensors that dkdv, dq and dbias share, from lse on."""
-        return self.lse, self.deltas, self.do, *pointers(self.q, self.k, self.v, self.aux, by_query)
+        """The tensors that dkdv, dq and dbias share, from the statistics on."""
+        return self.statistics, self.do, *pointers(self.q, self.k, self.v, self.aux, by_query)
 
     def delta(self, o: Tensor, dlse: Tensor | None) -> None:
         start = _delta(self.problem, self.precision, self.of_rows[0], None if dlse is None else dlse.stride())
-        start(self.deltas, o, self.do, dlse, self.aux.cu_q, self.aux.q_lens)
+        start(self.statistics, o, self.do, self.lse, dlse, self.aux.cu_q, self.aux.q_lens)
 
     def dkdv(self, dk: Tensor, dv: Tensor) -> None:
         pairs = _pair_strides(self.aux, by_query=False)
@@ -115,7 +116,7 @@ class _Call:
             return None, None
         sinks, slopes = torch.empty((2, problem.batch, problem.heads), dtype=torch.float32, device=self.q.device)
         start = _per_head(problem, self.precision)
-        start(sinks, slopes, aux.sink, by_row, self.lse, self.deltas, aux.cu_q, aux.q_lens)
+        start(sinks, slopes, aux.sink, by_row, self.statistics, aux.cu_q, aux.q_lens)
         dslopes = dsink = None
         if aux.slopes is not None:
             dslopes = (slopes if aux.slopes.dim() == 2 else slopes.sum(0)).to(aux.slopes.dtype)
@@ -184,6 +185,15 @@ def _per_head(problem: Problem, precision: str) -> Ready:
         per_head_kernel, (problem.batch * problem.heads,), (problem.batch, problem.heads, problem.q_len),
         {"O": Options.of(problem, cfg, False, True, precision)}, cfg.warps, cfg.stages,
     )  # fmt: skip
+
+
+def _statistics(problem: Problem) -> int:
+    """Numbers in the backward's statistics (`steps.statistics_of`), and as many more as a tile of rows may reach past."""
+    if problem.q_layout is Layout.PACKED:
+        rows = (problem.q_len // 16 + problem.batch + 1) * 16 * problem.heads
+    else:
+        rows = -(-problem.q_len // 16) * 16 * problem.batch * problem.heads
+    return 2 * rows + LONGEST_TILE
 
 
 def _is_full(problem: Problem, bias: Tensor | None) -> bool:
