@@ -129,33 +129,33 @@ TABLES: dict[str, Table] = {
         ("forward", (128,), (2,)): Row(
             Config(64, 64, 4, 3), Config(64, 32, 4, 2, True), _MEASURED, (256, 1024), long=Config(128, 64, 4, 2, True)
         ),
-        ("forward", (256,), (2,)): Row(
-            Config(128, 64, 8, 2, True), Config(32, 32, 8, 1), f"compiled, no spills, 192 KiB; {_GUESSED}"
-        ),
+        ("forward", (256,), (2,)): Row(Config(128, 64, 8, 2, True), Config(32, 32, 8, 1), _MEASURED),
         ("forward", (512,), (2,)): Row(
             Config(64, 32, 8, 2, True), Config(32, 16, 8, 1), f"compiled, 192 KiB; {_GUESSED}"
         ),
-        ("dkdv", (16, 32, 64), (2,)): Row(
-            Config(32, 128, 4, 3, True), Config(32, 64, 8, 1, True), _MEASURED, (320, 512)
-        ),
+        ("forward", (16, 32, 64), (4,)): Row(Config(128, 64, 8, 3), Config(32, 32, 4, 1), _MEASURED),
+        ("dkdv", (16, 32, 64), (2,)): Row(Config(64, 64, 4, 3), Config(32, 64, 8, 1, True), _MEASURED, (320, 512)),
         # dK, dV, S and dP of 64 keys: bytes spill, and 8 warps that spill fewer are slower.
-        ("dkdv", (128,), (2,)): Row(Config(64, 64, 4, 2, True), Config(32, 64, 8, 1, True), _MEASURED, (640, 1024)),
+        ("dkdv", (128,), (2,)): Row(
+            Config(32, 64, 4, 3), Config(32, 64, 8, 1, True), _MEASURED, (640, 1024),
+            long=Config(64, 128, 8, 4, True),
+        ),
         ("dkdv", (256,), (2,)): Row(
-            Config(16, 64, 8, 2, True), Config(16, 32, 8, 1), f"compiled, 96 KiB; {_GUESSED}", (64, 128)
+            Config(64, 64, 8, 2, True), Config(16, 32, 8, 1), _MEASURED, (64, 128)
         ),
         ("dkdv", (512,), (2,)): Row(
             Config(32, 32, 8, 1, True), Config(16, 16, 8, 1), f"compiled, 98 KiB; {_GUESSED}", (0, 128)
         ),
+        ("dkdv", (16, 32, 64), (4,)): Row(Config(64, 32, 4, 1), Config(32, 32, 4, 1), _MEASURED),
         ("dq", (16, 32, 64), (2,)): Row(Config(64, 64, 4, 3), Config(64, 64, 8, 2, True), _MEASURED, (0, 512)),
         ("dq", (128,), (2,)): Row(
             Config(64, 32, 4, 4), Config(32, 32, 4, 2, True), _MEASURED, (0, 64), long=Config(128, 64, 8, 3, True)
         ),
-        ("dq", (256,), (2,)): Row(
-            Config(64, 32, 8, 2, True), Config(32, 32, 8, 1), f"compiled, 128 KiB; {_GUESSED}", (0, 64)
-        ),
+        ("dq", (256,), (2,)): Row(Config(128, 32, 8, 3, True), Config(32, 32, 8, 1), _MEASURED, (0, 64)),
         ("dq", (512,), (2,)): Row(
             Config(32, 16, 8, 2, True), Config(16, 16, 8, 1), f"compiled, no spills, 97 KiB; {_GUESSED}"
         ),
+        ("dq", (16, 32, 64), (4,)): Row(Config(128, 64, 8, 3), Config(32, 32, 4, 1), _MEASURED),
     }),
     # In Triton's interpreter, which alone runs on CPU tensors.
     "cpu": _table({
