@@ -185,8 +185,7 @@ def attend_queries(
     if O.ALIBI:
         dslope -= tl.sum(dS * tl.abs(i + diagonal - j).to(tl.float32), 1)
     if O.STORE_DBIAS:
-        at = dbias + i.to(tl.int64) * dbias_r + j.to(tl.int64) * dbias_c
-        inside = (i < tl.minimum(q_used, bias_q)) & (j < tl.minimum(k_used, bias_k))
+        at, inside = steps.at_pairs(dbias, i, j, dbias_r, dbias_c, bias_q, bias_k, True, True, O.DBIAS_WIDE)
         tl.store(at, dS.to(dbias.dtype.element_ty), mask=inside)
     if O.SOFTCAP:
         dS = dS * (1.0 - capped * capped)
@@ -223,7 +222,7 @@ def dq_kernel(
         )
         dbias_at = 0
         if O.STORE_DBIAS:
-            dbias_at = dbias + s.to(tl.int64) * dbias_b + head.to(tl.int64) * dbias_h
+            dbias_at = dbias + (s.to(tl.int64) * dbias_b + head.to(tl.int64) * dbias_h) * (8 if O.DBIAS_WIDE else 1)
         terms = (
             diagonal, k_used, left, right, slope, bias_at, bias_r, bias_c, bias_q, bias_k,
             mask_at, mask_r, mask_c, mask_q, mask_k, pool, i0, j0,
