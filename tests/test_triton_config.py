@@ -12,7 +12,7 @@ import torch
 import tilewise
 from tilewise import Problem, causal
 from tilewise.kernels.triton import config as tables
-from tilewise.kernels.triton.config import DIRECTIONS, ORDER, SHARED_KIB, TABLES, WIDTHS, Config, choose, row
+from tilewise.kernels.triton.config import DIRECTIONS, ORDER, SHARED_KIB, TABLES, WIDTHS, choose, row
 
 TARGETS = {
     "sm75": ("cuda", 75, 32), "sm80": ("cuda", 80, 32), "sm86": ("cuda", 86, 32), "sm90": ("cuda", 90, 32),
