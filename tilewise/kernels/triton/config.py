@@ -73,22 +73,22 @@ TABLES: dict[str, Table] = {
     # 64 KiB of shared memory, and no tensor cores taken for granted: where there are none, a larger tile spills.
     "any": _table({
         ("forward", (16, 32, 64), (2, 4)): _same(32, 32, 4, "compiled, no spills, sm75 20 KiB, sm90 dressed 24 KiB"),
-        ("forward", (128,), (2, 4)): _same(32, 32, 4, "compiled, sm90 plain fp32", (64, 256)),
-        ("forward", (256,), (2, 4)): _same(16, 16, 4, "compiled, sm86 plain fp32", (384, 384)),
-        ("forward", (512,), (2, 4)): _same(16, 16, 4, "compiled, sm86 plain fp32, 96 KiB", (8704, 8704)),
+        ("forward", (128,), (2, 4)): _same(32, 32, 4, "compiled, sm90 fp32", (96, 1280)),
+        ("forward", (256,), (2, 4)): _same(16, 16, 4, "compiled, sm90 fp32", (448, 1152)),
+        ("forward", (512,), (2, 4)): _same(16, 16, 4, "compiled, sm90 fp32, 96 KiB", (9856, 56000)),
         # Seven options at once: Triton 3.6 and 3.7 keep them in registers, 3.8 and 3.9 spill 456 bytes.
         ("dkdv", (16, 32, 64), (2, 4)): _same(32, 32, 4, "compiled, sm90 and gfx942, 20 KiB", (64, 512)),
         # By scalar products, on sm75, 2244 bytes spill; on gfx942 none.
         ("dkdv", (128,), (2,)): _same(32, 32, 8, "compiled, sm75 48 KiB, gfx942 8 KiB", (2304, 2304)),
-        ("dkdv", (128,), (4,)): _same(16, 16, 8, "compiled, no spills, sm90 plain, 40 KiB"),
-        # In fp32 dK and dV of 256 columns fill the registers: 1552 bytes spill on sm86.
-        ("dkdv", (256,), (2, 4)): _same(16, 16, 8, "compiled, sm86 80 KiB in fp32", (1600, 1600)),
-        ("dkdv", (512,), (2, 4)): _same(16, 16, 8, "compiled, spills: gfx942 16 KiB, fp32 160 KiB", (20480, 20480)),
+        ("dkdv", (128,), (4,)): _same(16, 16, 8, "compiled, sm90, 40 KiB", (0, 256)),
+        # In fp32 dK and dV of 256 columns fill the registers: 1652 bytes spill on sm90.
+        ("dkdv", (256,), (2, 4)): _same(16, 16, 8, "compiled, sm86 80 KiB in fp32", (1664, 2976)),
+        ("dkdv", (512,), (2, 4)): _same(16, 16, 8, "compiled, spills: gfx942 16 KiB, fp32 160 KiB", (49664, 72832)),
         ("dq", (16, 32, 64), (2, 4)): _same(32, 32, 4, "compiled, no spills, sm90 25 KiB, gfx942 4 KiB"),
         ("dq", (128,), (2,)): _same(32, 32, 8, _ARITHMETIC),
         ("dq", (128,), (4,)): _same(16, 16, 8, "compiled, no spills, sm90 plain, 40 KiB"),
-        ("dq", (256,), (2, 4)): _same(16, 16, 8, "compiled, sm86 plain bf16", (64, 64)),
-        ("dq", (512,), (2, 4)): _same(16, 16, 8, "compiled, fp32 spills, 160 KiB", (34816, 34816)),
+        ("dq", (256,), (2, 4)): _same(16, 16, 8, "compiled, sm90 fp32", (512, 1536)),
+        ("dq", (512,), (2, 4)): _same(16, 16, 8, "compiled, fp32 spills, 160 KiB", (42496, 65536)),
         ("dbias", (16, 32, 64), (2, 4)): _same(32, 32, 4, "compiled, sm90 12 KiB", (0, 64)),
         ("dbias", (128,), (2,)): _same(32, 32, 4, _ARITHMETIC),
         ("dbias", (128,), (4,)): _same(16, 16, 4, _ARITHMETIC),
@@ -134,19 +134,19 @@ TABLES: dict[str, Table] = {
     # 227 KiB, wgmma (64 rows, or keys in dkdv, at least) and descriptors. KiB: the plain Config's of the widest head.
     "sm90": _table({
         ("forward", (16, 32, 64), (2,)): Row(
-            Config(64, 64, 4, 3), Config(64, 64, 8, 2, True), _MEASURED, full=Config(128, 64, 8, 3),
+            Config(64, 64, 4, 3), Config(64, 64, 8, 2, True), _MEASURED, (832, 64), full=Config(128, 64, 8, 3),
             long=Config(64, 128, 4, 2, True), blocks=Config(128, 128, 4, 2, True), bias=Config(64, 64, 4, 3),
         ),
         # 64 rows of 128 columns and seven options at once do not fit the registers; 32 rows would do without wgmma.
         ("forward", (128,), (2,)): Row(
-            Config(64, 64, 4, 3), Config(64, 32, 4, 2, True), _MEASURED, (256, 1024),
+            Config(64, 64, 4, 3), Config(64, 32, 4, 2, True), _MEASURED, (896, 1024),
             long=Config(128, 64, 4, 2, True), blocks=Config(128, 64, 4, 2, True),
         ),
         ("forward", (256,), (2,)): Row(Config(128, 64, 8, 2, True), Config(32, 32, 8, 1), _MEASURED),
         ("forward", (512,), (2,)): Row(
             Config(64, 32, 8, 2, True), Config(32, 16, 8, 1), f"compiled, 192 KiB; {_GUESSED}"
         ),
-        ("forward", (16, 32, 64), (4,)): Row(Config(128, 64, 4, 1), Config(32, 32, 4, 1), _ALONE),
+        ("forward", (16, 32, 64), (4,)): Row(Config(128, 64, 4, 1), Config(32, 32, 4, 1), _ALONE, (896, 128)),
         ("dkdv", (16, 32, 64), (2,)): Row(
             Config(64, 64, 4, 3), Config(32, 64, 8, 1, True), _MEASURED, (320, 512), bias=Config(64, 64, 4, 3)
         ),
@@ -155,11 +155,11 @@ TABLES: dict[str, Table] = {
             Config(32, 64, 4, 3), Config(32, 64, 8, 1, True), _MEASURED, (640, 1024),
             long=Config(64, 128, 8, 4, True), blocks=Config(64, 128, 8, 4, True),
         ),
-        ("dkdv", (256,), (2,)): Row(Config(64, 64, 8, 2, True), Config(16, 32, 8, 1), _MEASURED, (64, 128)),
+        ("dkdv", (256,), (2,)): Row(Config(64, 64, 8, 2, True), Config(16, 32, 8, 1), _MEASURED, (384, 128)),
         ("dkdv", (512,), (2,)): Row(
             Config(32, 32, 8, 1, True), Config(16, 16, 8, 1), f"compiled, 98 KiB; {_GUESSED}", (0, 128)
         ),
-        ("dkdv", (16, 32, 64), (4,)): Row(Config(64, 64, 4, 1), Config(32, 32, 4, 1), _ALONE, (2048, 1024)),
+        ("dkdv", (16, 32, 64), (4,)): Row(Config(64, 64, 4, 1), Config(32, 32, 4, 1), _ALONE, (2816, 1344)),
         ("dq", (16, 32, 64), (2,)): Row(
             Config(64, 64, 4, 3), Config(64, 64, 8, 2, True), _MEASURED, (0, 512), bias=Config(64, 64, 4, 3)
         ),
@@ -168,7 +168,7 @@ TABLES: dict[str, Table] = {
             long=Config(128, 64, 8, 3, True), blocks=Config(128, 64, 8, 3, True),
         ),
         # 128 x 32 in 8 warps is 2 % faster, and fills the shared memory to the last KiB.
-        ("dq", (256,), (2,)): Row(Config(64, 32, 4, 3, True), Config(32, 32, 8, 1), _MEASURED, (0, 64)),
+        ("dq", (256,), (2,)): Row(Config(64, 32, 4, 3, True), Config(32, 32, 8, 1), _MEASURED, (64, 128)),
         ("dq", (512,), (2,)): Row(
             Config(32, 16, 8, 2, True), Config(16, 16, 8, 1), f"compiled, no spills, 97 KiB; {_GUESSED}"
         ),
@@ -270,7 +270,7 @@ def shared_bound(config: Config, direction: str, width: int, itemsize: int, dres
     The tiles that stay (Q; K and V for dkdv; Q and dO for dq), `stages` buffers of the two that pass by, P or dS on its
     way from one product to the next, 1 KiB a warp for exchanges, barriers and alignment; dressed, an fp32 bias in as many
     buffers and once more in another layout. Tiles that are loaded by one stage and no descriptor often share their
-    place; the 16 x 16 rows of the largest heads rely on it.
+    place; the 16 x 16 rows of the largest heads rely on it. Dressed, 512 columns take twice as much for exchanges (sm90).
     """
     if direction == "delta":
         return 2048
@@ -280,6 +280,8 @@ def shared_bound(config: Config, direction: str, width: int, itemsize: int, dres
     passes = 2 * other * line + 8 * other  # and their lse and delta
     pairs = config.rows * config.keys
     scratch = (
-        pairs * max(itemsize, 4 if dressed else 0) + (4 * pairs * config.stages if dressed else 0) + 1024 * config.warps
+        pairs * max(itemsize, 4 if dressed else 0)
+        + (4 * pairs * config.stages if dressed else 0)
+        + 1024 * config.warps * (2 if dressed and width == 512 else 1)
     )
     return stays + config.stages * passes + scratch
