@@ -12,7 +12,7 @@ import torch
 import tilewise
 from tilewise import Problem, causal
 from tilewise.kernels.triton import config as tables
-from tilewise.kernels.triton.config import DIRECTIONS, ORDER, SHARED_KIB, TABLES, WIDTHS, Config, choose, row
+from tilewise.kernels.triton.config import DIRECTIONS, ORDER, SHARED_KIB, TABLES, WIDTHS, choose, row
 
 TARGETS = {
     "sm75": ("cuda", 75, 32), "sm80": ("cuda", 80, 32), "sm86": ("cuda", 86, 32), "sm90": ("cuda", 90, 32),
@@ -28,7 +28,9 @@ REPRESENTATIVE: list[Case] = [
     ("sm90", "forward", 64, 2, "plain"),
     ("sm90", "dkdv", 64, 2, "plain"),
     ("sm90", "dq", 128, 2, "plain"),
-    ("sm90", "forward", 64, 2, "bool"),
+    ("sm90", "forward", 64, 2, "dressed"),
+    ("sm90", "dkdv", 64, 2, "bias"),
+    ("sm90", "dq", 64, 4, "plain"),
     ("sm90", "forward", 128, 2, "long"),
     ("sm90", "dkdv", 128, 2, "plain"),
     ("cuda", "forward", 64, 2, "plain"),
@@ -36,37 +38,45 @@ REPRESENTATIVE: list[Case] = [
 ]
 
 
-def options(direction: str) -> list[str]:
-    return ["plain"] if direction == "delta" else ["plain", "long", "bool", "blocks"]
+EVERYTHING = ("dressed", "dressed blocks")  # all options at once, with a boolean mask or with a BlockMask
+
+
+def options(found: tables.Row, direction: str) -> list[str]:
+    """What to ask of a row, so that each of its Configs is compiled."""
+    others = [kind for kind in tables.KINDS[2:] if getattr(found, kind) is not None]
+    return ["plain"] if direction == "delta" else ["plain", *others, *EVERYTHING]
 
 
 def every_row() -> Iterator[Case]:
-    """One case for each Config that an architecture's tables give, so that rows that share one compile once each."""
+    """One case for each Config that an architecture's tables give."""
     for arch in TARGETS:
         for direction in DIRECTIONS:
             for width in WIDTHS:
                 for itemsize in (2, 4):
-                    for name in options(direction):
+                    for name in options(row(arch, direction, width, itemsize), direction):
                         yield arch, direction, width, itemsize, name
 
 
 def asked(case: Case) -> tuple[Problem, tilewise.problem.Aux, list[torch.Tensor]]:
-    """A causal problem of the case's head size; "bool" and "blocks" have every other option too."""
+    """A problem of the case's head size, of the kind that its name says."""
     arch, direction, width, itemsize, name = case
     # Turing has no bf16.
     dtype = torch.float32 if itemsize == 4 else torch.float16 if arch == "sm75" else torch.bfloat16
-    length = tables.LONG if name == "long" else 256
+    length = tables.LONG if name in ("long", "window") else 256
     q, k, v = (torch.empty(1, 2, length, width, dtype=dtype) for _ in range(3))
-    mask, given = causal, {}
-    if name not in ("plain", "long"):
-        seen = torch.ones(1, 2, 256, 256, dtype=torch.bool)
-        mask = causal & (tilewise.BlockMask.from_dense(seen) if name == "blocks" else seen)
+    seen = torch.ones(1, 2, 256, 256, dtype=torch.bool)
+    mask = {
+        "full": None, "window": tilewise.sliding_window(100), "blocks": tilewise.BlockMask.from_dense(seen),
+        "dressed": causal & seen, "dressed blocks": causal & tilewise.BlockMask.from_dense(seen),
+    }.get(name, causal)  # fmt: skip
+    given = {}
+    if name in EVERYTHING:
         given = {
             "alibi_slopes": torch.ones(2), "sink": torch.ones(2), "softcap": 20.0, "dropout_p": 0.1, "seed": 1
         }  # fmt: skip
-    if name not in ("plain", "long") or direction == "dbias":
+    if name in (*EVERYTHING, "bias") or direction == "dbias":
         heads = 1 if direction == "dbias" else 2  # one is broadcast, and dbias_kernel sums it
-        given["bias"] = torch.zeros(1, heads, length, length, requires_grad=True)
+        given["bias"] = torch.zeros(1, heads, length, length, dtype=dtype, requires_grad=True)
     problem, aux = Problem.of(q, k, v, mask=mask, **given)
     return replace(problem, device=arch), aux, [q, k, v]
 
@@ -119,19 +129,16 @@ def test_sides_are_powers_of_two_and_pipelines_fit() -> None:
         for direction in DIRECTIONS:
             for width in WIDTHS:
                 for itemsize in (2, 4):
-                    for dressed, config in enumerate(configs(arch, direction, width, itemsize)):
+                    found = row(arch, direction, width, itemsize)
+                    for kind in tables.KINDS:
+                        config, dressed = found.config(kind), kind in ("dressed", "bias")
                         where = f"{arch} {direction} {width} {itemsize} {config}"
                         assert {config.rows, config.keys} <= {16, 32, 64, 128}, where
                         assert config.warps in (4, 8), where
-                        bound = tables.shared_bound(config, direction, width, itemsize, bool(dressed))
+                        bound = tables.shared_bound(config, direction, width, itemsize, dressed)
                         shared_in_turn = config.stages == 1 and (config.rows, config.keys) == (16, 16)
                         assert bound <= kib * 1024 or shared_in_turn, f"{where}: {bound} bytes"
                         assert arch in ("sm90", "sm100", "sm120") or not config.tma, where
-
-
-def configs(arch: str, direction: str, width: int, itemsize: int) -> tuple[Config, Config]:
-    found = row(arch, direction, width, itemsize)
-    return found.plain, found.dressed
 
 
 def test_each_row_has_its_evidence_and_is_reached() -> None:
@@ -156,7 +163,7 @@ def of(device: str, d: int = 64, d_v: int | None = None, dtype: torch.dtype = to
 @pytest.mark.parametrize(("d", "d_v", "width"), [(1, 1, 16), (16, 17, 32), (65, 8, 128), (512, 300, 512)])
 def test_the_greater_head_size_counts_rounded_up(d: int, d_v: int, width: int) -> None:
     for direction in DIRECTIONS:
-        assert choose(of("sm90", d, d_v), direction) == row("sm90", direction, width, 2).plain
+        assert choose(of("sm90", d, d_v), direction) == row("sm90", direction, width, 2).config("full")
 
 
 def test_the_nearest_table_answers_first() -> None:
@@ -167,7 +174,7 @@ def test_the_nearest_table_answers_first() -> None:
     assert table("sm80", ("dkdv", 128, 2)) == "sm86"
     assert table("sm89", ("forward", 128, 2)) == "sm86"
     assert table("cuda", ("forward", 64, 2)) == table("hip", ("forward", 64, 2)) == "hip"
-    assert table("sm90", ("forward", 64, 4)) == "any"
+    assert table("sm90", ("forward", 128, 4)) == "any"
     assert table("sm61", ("forward", 64, 2)) == "any"
 
 
@@ -180,21 +187,35 @@ def test_fp32_has_rows_of_its_own() -> None:
     assert choose(of("sm90", dtype=torch.float32), "forward") != choose(of("sm90"), "forward")
 
 
+SEEN = torch.ones(32, 32, dtype=torch.bool)
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "kind"),
     [
-        {"bias": torch.zeros(32, 32)}, {"alibi_slopes": torch.ones(2)}, {"softcap": 5.0}, {"dropout_p": 0.1},
-        {"mask": torch.ones(32, 32, dtype=torch.bool)},
+        ({}, "full"), ({"mask": causal}, "plain"), ({"sink": torch.ones(2)}, "full"),
+        ({"mask": tilewise.BlockMask.from_dense(SEEN)}, "blocks"), ({"bias": torch.zeros(32, 32)}, "bias"),
+        ({"mask": SEEN}, "dressed"), ({"alibi_slopes": torch.ones(2)}, "dressed"), ({"softcap": 5.0}, "dressed"),
+        ({"dropout_p": 0.1}, "dressed"), ({"bias": torch.zeros(32, 32), "softcap": 5.0}, "dressed"),
+        ({"bias": torch.zeros(32, 32), "mask": tilewise.BlockMask.from_dense(SEEN)}, "dressed"),
     ],
-    ids=["bias", "alibi", "softcap", "dropout", "bool"],
+    ids=str,
 )  # fmt: skip
-def test_what_works_on_each_pair_is_dressed(options: dict) -> None:
-    assert choose(of("sm90", **options), "forward") == row("sm90", "forward", 64, 2).dressed
+def test_the_options_decide_which_config_of_a_row_serves(options: dict, kind: str) -> None:
+    problem = of("sm90", **options)
+    found = row("sm90", "forward", 64, 2)
+    assert tables.kind_of(problem) == kind
+    assert choose(problem, "forward") == found.config(kind) == getattr(found, kind)
+    assert tables.is_dressed(problem) == (kind in ("dressed", "bias"))
 
 
-@pytest.mark.parametrize("options", [{}, {"mask": causal}, {"sink": torch.ones(2)}], ids=["none", "causal", "sink"])
-def test_what_works_on_rows_alone_is_plain(options: dict) -> None:
-    assert choose(of("sm90", **options), "forward") == row("sm90", "forward", 64, 2).plain
+@pytest.mark.parametrize(
+    ("mask", "kind"), [(None, "long"), (causal, "long"), (tilewise.sliding_window(9), "window")], ids=str
+)
+def test_long_sequences_have_configs_of_their_own(mask: tilewise.Band | None, kind: str) -> None:
+    problem = replace(of("sm90", mask=mask), q_len=tables.LONG, k_len=tables.LONG)
+    assert tables.kind_of(problem) == kind
+    assert choose(problem, "dkdv") == row("sm90", "dkdv", 64, 2).config(kind)
 
 
 def test_the_interpreter_has_small_tiles_whose_sides_differ() -> None:

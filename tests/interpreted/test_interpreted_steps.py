@@ -109,19 +109,20 @@ def test_rescale_and_finalize_are_state_update_and_finalize(sink: float | None, 
 @triton.jit
 def terms_kernel(
     S, bias, slope, mask, i0, j0, diagonal, k_end, left, right, row, column,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BAND: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     i = i0 + tl.arange(0, ROWS)[:, None]
     j = j0 + tl.arange(0, KEYS)[None, :]
     at = S + (i - i0) * KEYS + (j - j0)
-    x = steps.add_bias(tl.load(at), bias, i, j, row, column, 1000, 1000)
+    x = steps.add_bias(tl.load(at), bias, i, j, row, column, 1000, 1000, True, True, WIDE)
     x = steps.alibi(x, slope, i, j, diagonal)
-    x = steps.bool_mask(x, mask, i, j, row, column, 1000, 1000)
-    tl.store(at, steps.band_mask(x, i, j, diagonal, left, right, k_end, BAND))
+    x = steps.bool_mask(x, mask, i, j, row, column, 1000, 1000, True, True, WIDE)
+    tl.store(at, steps.band_mask(x, i, j, diagonal, left, right, k_end, LEFT, RIGHT))
 
 
-@pytest.mark.parametrize("band", [Band(), Band(None, 0), Band(9, 3), Band(-1, 3)])
-def test_bias_alibi_boolean_mask_and_band_are_those_of_scores(band: Band) -> None:
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("band", [Band(), Band(None, 0), Band(5, None), Band(9, 3), Band(-1, 3)])
+def test_bias_alibi_boolean_mask_and_band_are_those_of_scores(band: Band, wide: bool) -> None:
     rows, keys, i0, j0, q_len, k_len = 16, 32, 16, 32, 40, 70
     torch.manual_seed(0)
     S, bias = torch.randn(1, 1, rows, keys), torch.randn(64, 80)
@@ -134,8 +135,8 @@ def test_bias_alibi_boolean_mask_and_band_are_those_of_scores(band: Band) -> Non
     free = (0, 0)  # all of the tile is edge
     expected = rules.bias_and_mask(S.clone(), run(i0, i0 + rows), run(j0, j0 + keys, free))
     terms_kernel[(1,)](
-        S, bias, 0.3, mask.view(torch.uint8), i0, j0, rules.diagonal, k_len, *band.bounds, 80, 1,
-        rows, keys, not band.is_full,
+        S, bias, 0.3, mask.view(torch.uint8), i0, j0, rules.diagonal, k_len, *band.bounds, 10 if wide else 80, 1,
+        rows, keys, band.left is not None, band.right is not None, wide,
     )  # fmt: skip
     torch.testing.assert_close(S, expected, rtol=1e-5, atol=1e-5)
 

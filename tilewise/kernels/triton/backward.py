@@ -24,8 +24,9 @@ from .operands import RUN_TIME
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def delta_kernel(
-    statistics, o, do, lse, dlse, cu_q, q_lens, batch, heads, q_len, do_b, do_h, do_r, dlse_b, dlse_h, dlse_r, O: tl.constexpr
-):
+    statistics, o, do, lse, dlse, cu_q, q_lens, batch, heads, q_len, do_b, do_h, do_r, dlse_b, dlse_h, dlse_r,
+    O: tl.constexpr,
+):  # fmt: skip
     ROWS: tl.constexpr = O.ROWS
     s, head, first = steps.which_tile(batch, heads, q_len, cu_q, 1, ROWS, O.PACKED, False)
     start, span, used = steps.extent(s, batch, q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
@@ -39,10 +40,11 @@ def delta_kernel(
         if dlse is not None:
             dlse += s.to(tl.int64) * dlse_b + head.to(tl.int64) * dlse_h + start.to(tl.int64) * dlse_r
             sums -= tl.load(dlse + rows.to(tl.int64) * dlse_r, mask=rows < used, other=0.0)
-        logs = tl.load(lse + steps.statistic(s, head, heads, q_len, start, O.PACKED) + rows, mask=rows < used, other=0.0)
+        lse += steps.statistic(s, head, heads, q_len, start, O.PACKED)
+        logs = tl.load(lse + rows, mask=rows < used, other=0.0)
         L = tl.where((rows < used) & (logs != -steps.INF), logs * steps.LOG2E, steps.INF)  # from +inf comes P = 0
-        lse, delta = steps.statistics_of(statistics, s, head, batch, heads, q_len, start, O.PACKED)
-        tl.store(lse + rows, L, mask=rows < span)
+        bits, delta = steps.statistics_of(statistics, s, head, batch, heads, q_len, start, O.PACKED)
+        tl.store(bits + rows, L, mask=rows < span)
         tl.store(delta + rows, sums, mask=rows < span)
 
 
@@ -185,8 +187,7 @@ def attend_queries(
     if O.ALIBI:
         dslope -= tl.sum(dS * tl.abs(i + diagonal - j).to(tl.float32), 1)
     if O.STORE_DBIAS:
-        at = dbias + i.to(tl.int64) * dbias_r + j.to(tl.int64) * dbias_c
-        inside = (i < tl.minimum(q_used, bias_q)) & (j < tl.minimum(k_used, bias_k))
+        at, inside = steps.at_pairs(dbias, i, j, dbias_r, dbias_c, bias_q, bias_k, True, True, O.DBIAS_WIDE)
         tl.store(at, dS.to(dbias.dtype.element_ty), mask=inside)
     if O.SOFTCAP:
         dS = dS * (1.0 - capped * capped)
@@ -223,7 +224,7 @@ def dq_kernel(
         )
         dbias_at = 0
         if O.STORE_DBIAS:
-            dbias_at = dbias + s.to(tl.int64) * dbias_b + head.to(tl.int64) * dbias_h
+            dbias_at = dbias + (s.to(tl.int64) * dbias_b + head.to(tl.int64) * dbias_h) * (8 if O.DBIAS_WIDE else 1)
         terms = (
             diagonal, k_used, left, right, slope, bias_at, bias_r, bias_c, bias_q, bias_k,
             mask_at, mask_r, mask_c, mask_q, mask_k, pool, i0, j0,

@@ -3,8 +3,9 @@
 Look-up: a row is asked of the tables in `ORDER` of the device's architecture, the nearest first; the last, "any", has
 every row, and fits every GPU but those in UNFIT. Its key is the kernel, the padded head size (the greater of q's and v's) and the bytes of
 an element. A row has two Configs. `plain` serves Bands, BlockMasks, lengths, packed layouts and sinks. `dressed` is
-smaller and serves whatever works on each pair: a bias, ALiBi, a boolean mask, a softcap, dropout. Some rows have a third
-for long sequences: making a descriptor takes a program's first microsecond.
+smaller and serves whatever works on each pair: a bias, ALiBi, a boolean mask, a softcap, dropout. Some rows have others
+for what was measured apart: long sequences (making a descriptor takes a program's first microsecond), windows in them,
+BlockMasks, a bias alone.
 """
 
 from __future__ import annotations
@@ -33,9 +34,18 @@ class Row:
     dressed: Config
     evidence: str
     spills: tuple[int, int] = (0, 0)
+    full: Config | None = None  # instead of plain, for shorter dense sequences without a Band
     long: Config | None = None  # instead of plain, for dense sequences of LONG keys or more
+    window: Config | None = None  # instead of plain, for those under a Band with two bounds
+    blocks: Config | None = None  # instead of plain, for a BlockMask
+    bias: Config | None = None  # instead of dressed, for a bias alone
+
+    def config(self, kind: str) -> Config:
+        """The Config of one of KINDS."""
+        return getattr(self, kind) or (self.dressed if kind == "bias" else self.plain)
 
 
+KINDS = ("plain", "dressed", "full", "long", "window", "blocks", "bias")
 DIRECTIONS = ("forward", "dkdv", "dq", "dbias", "delta")
 WIDTHS = (16, 32, 64, 128, 256, 512)
 Table = dict[tuple[str, int, int], Row]  # by kernel, padded head size, bytes of an element
@@ -48,6 +58,7 @@ def _table(rows: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Row]) -> Tab
 
 _INTERPRETED = "Triton's interpreter: small, and sides that differ"
 _MEASURED = "fastest of 11 to 32 on an H200, Triton 3.6, 2026-11-30 (python -m bench.tune)"
+_ALONE = "fastest of 5 to 8 on an H200, Triton 3.6, 2026-11-30, each kernel timed alone"
 _GUESSED = "not measured"
 LONG = 2048
 _ARITHMETIC = "not compiled yet: by arithmetic and by its neighbours"
@@ -123,39 +134,45 @@ TABLES: dict[str, Table] = {
     # 227 KiB, wgmma (64 rows, or keys in dkdv, at least) and descriptors. KiB: the plain Config's of the widest head.
     "sm90": _table({
         ("forward", (16, 32, 64), (2,)): Row(
-            Config(64, 64, 4, 3), Config(64, 64, 8, 2, True), _MEASURED, long=Config(64, 128, 4, 2, True)
+            Config(64, 64, 4, 3), Config(64, 64, 8, 2, True), _MEASURED, full=Config(128, 64, 8, 3),
+            long=Config(64, 128, 4, 2, True), blocks=Config(128, 128, 4, 2, True), bias=Config(64, 64, 4, 3),
         ),
         # 64 rows of 128 columns and seven options at once do not fit the registers; 32 rows would do without wgmma.
         ("forward", (128,), (2,)): Row(
-            Config(64, 64, 4, 3), Config(64, 32, 4, 2, True), _MEASURED, (256, 1024), long=Config(128, 64, 4, 2, True)
+            Config(64, 64, 4, 3), Config(64, 32, 4, 2, True), _MEASURED, (256, 1024),
+            long=Config(128, 64, 4, 2, True), blocks=Config(128, 64, 4, 2, True),
         ),
         ("forward", (256,), (2,)): Row(Config(128, 64, 8, 2, True), Config(32, 32, 8, 1), _MEASURED),
         ("forward", (512,), (2,)): Row(
             Config(64, 32, 8, 2, True), Config(32, 16, 8, 1), f"compiled, 192 KiB; {_GUESSED}"
         ),
-        ("forward", (16, 32, 64), (4,)): Row(Config(128, 64, 8, 3), Config(32, 32, 4, 1), _MEASURED),
-        ("dkdv", (16, 32, 64), (2,)): Row(Config(64, 64, 4, 3), Config(32, 64, 8, 1, True), _MEASURED, (320, 512)),
+        ("forward", (16, 32, 64), (4,)): Row(Config(128, 64, 4, 1), Config(32, 32, 4, 1), _ALONE),
+        ("dkdv", (16, 32, 64), (2,)): Row(
+            Config(64, 64, 4, 3), Config(32, 64, 8, 1, True), _MEASURED, (320, 512), bias=Config(64, 64, 4, 3)
+        ),
         # dK, dV, S and dP of 64 keys: bytes spill, and 8 warps that spill fewer are slower.
         ("dkdv", (128,), (2,)): Row(
             Config(32, 64, 4, 3), Config(32, 64, 8, 1, True), _MEASURED, (640, 1024),
-            long=Config(64, 128, 8, 4, True),
+            long=Config(64, 128, 8, 4, True), blocks=Config(64, 128, 8, 4, True),
         ),
-        ("dkdv", (256,), (2,)): Row(
-            Config(64, 64, 8, 2, True), Config(16, 32, 8, 1), _MEASURED, (64, 128)
-        ),
+        ("dkdv", (256,), (2,)): Row(Config(64, 64, 8, 2, True), Config(16, 32, 8, 1), _MEASURED, (64, 128)),
         ("dkdv", (512,), (2,)): Row(
             Config(32, 32, 8, 1, True), Config(16, 16, 8, 1), f"compiled, 98 KiB; {_GUESSED}", (0, 128)
         ),
-        ("dkdv", (16, 32, 64), (4,)): Row(Config(64, 32, 4, 1), Config(32, 32, 4, 1), _MEASURED),
-        ("dq", (16, 32, 64), (2,)): Row(Config(64, 64, 4, 3), Config(64, 64, 8, 2, True), _MEASURED, (0, 512)),
-        ("dq", (128,), (2,)): Row(
-            Config(64, 32, 4, 4), Config(32, 32, 4, 2, True), _MEASURED, (0, 64), long=Config(128, 64, 8, 3, True)
+        ("dkdv", (16, 32, 64), (4,)): Row(Config(64, 64, 4, 1), Config(32, 32, 4, 1), _ALONE, (2048, 1024)),
+        ("dq", (16, 32, 64), (2,)): Row(
+            Config(64, 64, 4, 3), Config(64, 64, 8, 2, True), _MEASURED, (0, 512), bias=Config(64, 64, 4, 3)
         ),
-        ("dq", (256,), (2,)): Row(Config(128, 32, 8, 3, True), Config(32, 32, 8, 1), _MEASURED, (0, 64)),
+        ("dq", (128,), (2,)): Row(
+            Config(64, 32, 4, 4), Config(32, 32, 4, 2, True), _MEASURED, (0, 64),
+            long=Config(128, 64, 8, 3, True), blocks=Config(128, 64, 8, 3, True),
+        ),
+        # 128 x 32 in 8 warps is 2 % faster, and fills the shared memory to the last KiB.
+        ("dq", (256,), (2,)): Row(Config(64, 32, 4, 3, True), Config(32, 32, 8, 1), _MEASURED, (0, 64)),
         ("dq", (512,), (2,)): Row(
             Config(32, 16, 8, 2, True), Config(16, 16, 8, 1), f"compiled, no spills, 97 KiB; {_GUESSED}"
         ),
-        ("dq", (16, 32, 64), (4,)): Row(Config(128, 64, 8, 3), Config(32, 32, 4, 1), _MEASURED),
+        ("dq", (16, 32, 64), (4,)): Row(Config(128, 64, 8, 1), Config(32, 32, 4, 1), _ALONE, (192, 128)),
     }),
     # In Triton's interpreter, which alone runs on CPU tensors.
     "cpu": _table({
@@ -201,17 +218,12 @@ def row(arch: str, direction: str, width: int, itemsize: int) -> Row:
 
 # (arch, direction, padded head size, bytes of an element, kind) -> Config: what the tables say, all looked up.
 _CHOICES = {
-    (arch, direction, width, itemsize, kind): {
-        "plain": found.plain,
-        "dressed": found.dressed,
-        "long": found.long or found.plain,
-    }[kind]
+    (arch, direction, width, itemsize, kind): row(arch, direction, width, itemsize).config(kind)
     for arch in (*ORDER, UNKNOWN)
     for direction in DIRECTIONS
     for width in WIDTHS
     for itemsize in (2, 4)
-    for kind in ("plain", "dressed", "long")
-    for found in (row(arch, direction, width, itemsize),)
+    for kind in KINDS
 }
 
 
@@ -220,10 +232,21 @@ def choose(problem: Problem, direction: str) -> Config:
     arch = problem.device if problem.device in ORDER else UNKNOWN
     wide = max(problem.qk_dim, problem.v_dim)
     width = 1 << (wide - 1).bit_length() if wide > 16 else 16
-    kind = "dressed" if is_dressed(problem) else "plain"
-    if kind == "plain" and problem.q_layout is Layout.DENSE and problem.k_len >= LONG:
-        kind = "long"
-    return _CHOICES[arch, direction, width, problem.dtype.itemsize, kind]
+    return _CHOICES[arch, direction, width, problem.dtype.itemsize, kind_of(problem)]
+
+
+def kind_of(problem: Problem) -> str:
+    """Which of KINDS serves the problem."""
+    on_pairs = problem.mask == "bool" or problem.alibi or problem.softcap or problem.dropout_p
+    if on_pairs or problem.bias is not None:
+        return "dressed" if on_pairs or problem.mask == "blocks" else "bias"
+    if problem.mask == "blocks":
+        return "blocks"
+    if problem.q_layout is Layout.PACKED:
+        return "plain"
+    if problem.k_len < LONG:
+        return "full" if problem.band.is_full else "plain"
+    return "long" if problem.band.left is None or problem.band.right is None else "window"
 
 
 def why_not(problem: Problem) -> str | None:
@@ -238,9 +261,7 @@ def why_not(problem: Problem) -> str | None:
 
 def is_dressed(problem: Problem) -> bool:
     """Whether an option works on each pair's score, which costs registers."""
-    return bool(
-        problem.bias is not None or problem.mask == "bool" or problem.alibi or problem.softcap or problem.dropout_p
-    )
+    return kind_of(problem) in ("dressed", "bias")
 
 
 def shared_bound(config: Config, direction: str, width: int, itemsize: int, dressed: bool) -> int:

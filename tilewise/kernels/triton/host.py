@@ -15,7 +15,7 @@ from . import config
 from .backward import dbias_kernel, delta_kernel, dkdv_kernel, dq_kernel, per_head_kernel
 from .forward import forward_kernel
 from .launch import Ready
-from .options import Options
+from .options import NO_PAIRS, Options, Pairs
 
 LOG2E = math.log2(math.e)
 LONGEST_TILE = 1024  # rows: per_head_kernel's
@@ -26,6 +26,7 @@ TOGETHER_BYTES = 24 << 20  # of keys and values that heads walked side by side m
 # calls that repeat: made anew each time, they take 40 microseconds of a forward's 60 on the host.
 READY = 512
 Strides = tuple[int, ...]
+Apart = tuple[int, Pairs, Pairs, Strides]  # slopes, bias, boolean mask, a BlockMask's lists
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, Tensor]:
@@ -40,13 +41,13 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tupl
 
 
 @lru_cache(maxsize=READY)
-def _forward(problem: Problem, precision: str, origin: Origin, pairs: Strides, *of_rows: Strides) -> Ready:
+def _forward(problem: Problem, precision: str, origin: Origin, apart: Apart, *of_rows: Strides) -> Ready:
     cfg = config.choose(problem, "forward")
     is_aligned, steps = strides(*of_rows)
     return Ready(
         forward_kernel, (_tiles(problem, problem.q_len, cfg.rows) * problem.heads,),
-        (*_common(problem, origin, _together(problem)), *steps, *pairs),
-        {"O": Options.of(problem, cfg, is_aligned, _runs(origin), precision)}, cfg.warps, cfg.stages,
+        (*_common(problem, origin, _together(problem)), *steps, *_numbers(apart)),
+        {"O": Options.of(problem, cfg, is_aligned, _runs(origin), precision, *apart[1:3])}, cfg.warps, cfg.stages,
     )  # fmt: skip
 
 
@@ -106,20 +107,21 @@ class _Backward(NamedTuple):
 
 @lru_cache(maxsize=READY)
 def _backward(
-    problem: Problem, precision: str, origin: Origin, by_query: Strides, by_key: Strides, dbias: Strides | None,
+    problem: Problem, precision: str, origin: Origin, by_query: Apart, by_key: Apart, dbias: Strides | None,
     of_dlse: Strides | None, *of_rows: Strides,
 ) -> _Backward:  # fmt: skip
     """dbias: the shape of bias's gradient, if it is wanted."""
-    common = problem, precision, origin
-    of_dbias = _pairs(None if dbias is None else torch.empty(dbias, device="meta"))[:4]
+    of_dbias = None if dbias is None else Pairs.of(torch.empty(dbias, device="meta"))
     full = dbias is not None and _is_full(problem, dbias)
-    broadcast = dbias is not None and not full
+    broadcast = None
+    if dbias is not None and of_dbias is not None and not full:
+        broadcast = _broadcast_dbias(problem, precision, origin, by_query, dbias, of_dbias[:4], *of_rows)
     return _Backward(
         _statistics(problem),
         _delta(problem, precision, of_rows[0], of_dlse),
-        _dkdv(*common, by_key, *of_rows),
-        _dq(*common, by_query, full, of_dbias, *of_rows),
-        _broadcast_dbias(*common, by_query, dbias, of_dbias, *of_rows) if broadcast else None,  # type: ignore[arg-type]
+        _dkdv(problem, precision, origin, by_key, *of_rows),
+        _dq(problem, precision, origin, by_query, of_dbias if full else None, *of_rows),
+        broadcast,
         _per_head(problem, precision) if problem.alibi or problem.sink else None,
     )
 
@@ -135,32 +137,32 @@ def _delta(problem: Problem, precision: str, of_do: Strides, of_dlse: Strides | 
     )  # fmt: skip
 
 
-def _dkdv(problem: Problem, precision: str, origin: Origin, pairs: Strides, *of_rows: Strides) -> Ready:
+def _dkdv(problem: Problem, precision: str, origin: Origin, apart: Apart, *of_rows: Strides) -> Ready:
     cfg = config.choose(problem, "dkdv")
     is_aligned, steps = strides(*of_rows)
     together = max(1, _together(problem) // problem.group)
     return Ready(
         dkdv_kernel, (_tiles(problem, problem.k_len, cfg.keys) * problem.kv_heads,),
-        (*_common(problem, origin, together), *steps, *pairs),
-        {"O": Options.of(problem, cfg, is_aligned, _runs(origin), precision)}, cfg.warps, cfg.stages,
+        (*_common(problem, origin, together), *steps, *_numbers(apart)),
+        {"O": Options.of(problem, cfg, is_aligned, _runs(origin), precision, *apart[1:3])}, cfg.warps, cfg.stages,
     )  # fmt: skip
 
 
 def _dq(
-    problem: Problem, precision: str, origin: Origin, pairs: Strides, store_dbias: bool, of_dbias: Strides,
+    problem: Problem, precision: str, origin: Origin, apart: Apart, dbias: Pairs | None,
     *of_rows: Strides,
 ) -> Ready:  # fmt: skip
     cfg = config.choose(problem, "dq")
     is_aligned, steps = strides(*of_rows)
     return Ready(
         dq_kernel, (_tiles(problem, problem.q_len, cfg.rows) * problem.heads,),
-        (*_common(problem, origin, _together(problem)), *steps, *pairs, *of_dbias),
-        {"O": Options.of(problem, cfg, is_aligned, _runs(origin), precision, store_dbias)}, cfg.warps, cfg.stages,
+        (*_common(problem, origin, _together(problem)), *steps, *_numbers(apart), *(dbias or NO_PAIRS).numbers[:4]),
+        {"O": Options.of(problem, cfg, is_aligned, _runs(origin), precision, *apart[1:3], dbias)}, cfg.warps, cfg.stages,
     )  # fmt: skip
 
 
 def _broadcast_dbias(
-    problem: Problem, precision: str, origin: Origin, pairs: Strides, shape: Strides, of_dbias: Strides,
+    problem: Problem, precision: str, origin: Origin, apart: Apart, shape: Strides, of_dbias: Strides,
     *of_rows: Strides,
 ) -> Ready:  # fmt: skip
     cfg = config.choose(problem, "dbias")
@@ -168,8 +170,8 @@ def _broadcast_dbias(
     b, h, rows, keys = shape
     return Ready(
         dbias_kernel, (b * h * -(-rows // cfg.rows) * -(-keys // cfg.keys),),
-        (*_common(problem, origin, 1), *steps, *pairs, *of_dbias),
-        {"O": Options.of(problem, cfg, is_aligned, _runs(origin), precision)}, cfg.warps, cfg.stages,
+        (*_common(problem, origin, 1), *steps, *_numbers(apart), *of_dbias),
+        {"O": Options.of(problem, cfg, is_aligned, _runs(origin), precision, *apart[1:3])}, cfg.warps, cfg.stages,
     )  # fmt: skip
 
 
@@ -234,9 +236,16 @@ def _like(x: Tensor) -> Tensor:
 
 
 def precision(problem: Problem) -> str:
-    """Of fp32 products: true fp32 (by three TF32 products, which AMD has not), unless PyTorch's setting allows TF32."""
+    """Of fp32 products: true fp32, unless PyTorch's setting allows TF32.
+
+    True fp32 is made of three TF32 products, or of six bf16 ones, which hold 24 bits too and are as many cycles of the
+    tensor cores. On Hopper bf16 tiles need no transposition on their way there: a forward takes 0.8 of the time, dK and
+    dV 0.66 (H200, d 64, where alone it was measured). AMD has neither.
+    """
     if problem.dtype is not torch.float32 or torch.backends.cuda.matmul.allow_tf32:
         return "tf32"
+    if problem.device == "sm90" and max(problem.qk_dim, problem.v_dim) <= 64:
+        return "bf16x6"
     return "tf32x3" if problem.device.startswith("sm") else "ieee"
 
 
@@ -280,28 +289,25 @@ def _common(problem: Problem, origin: Origin, together: int) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _pair_strides(aux: Aux, by_query: bool = True) -> Strides:
+def _pair_strides(aux: Aux, by_query: bool = True) -> Apart:
     """Of what has an element for pairs: slopes, bias, mask, a BlockMask's lists."""
     if aux.bias is aux.slopes is aux.mask is None:
-        return _NO_PAIRS
+        return _NOTHING_APART
     slopes_b = aux.slopes.stride(0) if aux.slopes is not None and aux.slopes.dim() == 2 else 0
     mask = aux.mask
     if isinstance(mask, BlockMask):
         b, h, n, m = (mask.query_major if by_query else mask.key_major).full.shape
-        blocks = (h if b > 1 else 0, 1 if h > 1 else 0, n, m)
-        return (slopes_b, *_pairs(aux.bias), *_pairs(None), *blocks)
-    return (slopes_b, *_pairs(aux.bias), *_pairs(mask), 0, 0, 0, 0)
+        return slopes_b, Pairs.of(aux.bias), NO_PAIRS, (h if b > 1 else 0, 1 if h > 1 else 0, n, m)
+    return slopes_b, Pairs.of(aux.bias), Pairs.of(mask), _NO_BLOCKS
 
 
-_NO_PAIRS = (0,) * 17
+_NO_BLOCKS = (0,) * 4
+_NOTHING_APART = (0, NO_PAIRS, NO_PAIRS, _NO_BLOCKS)
 
 
-def _pairs(x: Tensor | None) -> tuple[int, ...]:
-    """Strides of (B|1, Hq|1, Sq|1, Sk|1), 0 where the size is 1, and how far its rows and keys reach."""
-    if x is None:
-        return (0,) * 6
-    steps = tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return (*steps, *(2**30 if size == 1 else size for size in x.shape[2:]))
+def _numbers(apart: Apart) -> tuple[int, ...]:
+    slopes_b, bias, mask, blocks = apart
+    return (slopes_b, *bias.numbers, *mask.numbers, *blocks)
 
 
 def _tiles(problem: Problem, length: int, side: int) -> int:

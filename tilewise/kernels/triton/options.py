@@ -3,11 +3,46 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...problem import Layout, Problem
 from .config import Config
+
+
+class Pairs(NamedTuple):
+    """How an array with an element for pairs, (B|1, Hq|1, Sq|1, Sk|1), lies: strides, 0 where its size is 1, and extents."""
+
+    batch: int
+    head: int
+    row: int
+    column: int
+    rows: int  # 2^30 where the size is 1: no row is past it
+    keys: int
+
+    @classmethod
+    def of(cls, x: Tensor | None) -> Pairs:
+        if x is None:
+            return NO_PAIRS
+        steps = [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
+        return cls(*steps, *(2**30 if size == 1 else size for size in x.shape[2:]))
+
+    @property
+    def wide(self) -> bool:
+        """Whether rows begin at multiples of 8 elements and are of 8 consecutive keys each time."""
+        return self.column == 1 and not any(n % 8 for n in (self.batch, self.head, self.row, self.keys))
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What a kernel takes of it: where it is wide, strides in units of 8."""
+        if not self.wide:
+            return tuple(self)
+        return (self.batch // 8, self.head // 8, self.row // 8, 1, self.rows, self.keys)
+
+
+NO_PAIRS = Pairs(0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +60,8 @@ class Options:
     PACKED: bool
     Q_LENS: bool
     K_LENS: bool
-    BAND: bool
+    LEFT: bool  # the Band is bounded on this side
+    RIGHT: bool
     TOP_LEFT: bool
     RAW: bool  # scores go to the softmax unscaled: scale > 0, and nothing is added to them
     SOFTCAP: bool
@@ -38,19 +74,25 @@ class Options:
     RUNS: bool  # dropout's coordinates start at multiples of 16, and tiles have two such runs on each side
     HEADROOM: int  # bits that P may lie above 1: of fp16, whose least number is near
     PRECISION: str  # of fp32 products
-    BIAS_ROWS: bool  # the bias has rows and keys of its own
+    BIAS_ROWS: bool  # the bias, or the boolean mask, has rows or keys of its own (`steps.at_pairs`)
     BIAS_KEYS: bool
+    BIAS_WIDE: bool
+    MASK_ROWS: bool
+    MASK_KEYS: bool
+    MASK_WIDE: bool
     STORE_DBIAS: bool  # the bias is full: each pair's gradient is stored by the tile that makes it
+    DBIAS_WIDE: bool
 
     @classmethod
     def of(
-        cls, problem: Problem, config: Config, aligned: bool, runs: bool, precision: str, store_dbias: bool = False
-    ) -> Options:
+        cls, problem: Problem, config: Config, aligned: bool, runs: bool, precision: str, bias: Pairs = NO_PAIRS,
+        mask: Pairs = NO_PAIRS, dbias: Pairs | None = None,
+    ) -> Options:  # fmt: skip
         return cls(
             D=problem.qk_dim, DV=problem.v_dim, WIDTH=width(problem.qk_dim), V_WIDTH=width(problem.v_dim),
             ROWS=config.rows, KEYS=config.keys, TMA=config.tma and aligned, ALIGNED=aligned,
             PACKED=problem.q_layout is Layout.PACKED, Q_LENS=problem.q_lens, K_LENS=problem.k_lens,
-            BAND=not problem.band.is_full, TOP_LEFT=problem.band.align == "top_left",
+            LEFT=problem.band.left is not None, RIGHT=problem.band.right is not None, TOP_LEFT=problem.band.align == "top_left",
             RAW=problem.scale > 0 and not (problem.softcap or problem.bias or problem.alibi),
             SOFTCAP=problem.softcap > 0, BIAS=problem.bias is not None, ALIBI=problem.alibi, SINK=problem.sink,
             BOOL=problem.mask == "bool", BLOCKS=problem.mask == "blocks", DROPOUT=problem.dropout_p > 0,
@@ -58,7 +100,9 @@ class Options:
             RUNS=runs and min(config.rows, config.keys) >= 32,
             HEADROOM=12 if problem.dtype is torch.float16 else 0, PRECISION=precision,
             BIAS_ROWS=problem.bias is not None and problem.bias.rows,
-            BIAS_KEYS=problem.bias is not None and problem.bias.keys, STORE_DBIAS=store_dbias,
+            BIAS_KEYS=problem.bias is not None and problem.bias.keys, BIAS_WIDE=bias.wide,
+            MASK_ROWS=mask.row != 0, MASK_KEYS=mask.column != 0, MASK_WIDE=mask.wide,
+            STORE_DBIAS=dbias is not None, DBIAS_WIDE=dbias is not None and dbias.wide,
         )  # fmt: skip
 
 

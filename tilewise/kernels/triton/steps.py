@@ -167,11 +167,11 @@ def of_head(s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b
     pool = 0
     draw = 0
     if O.BIAS:
-        bias_at = bias + s.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h
+        bias_at = bias + (s.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h) * (8 if O.BIAS_WIDE else 1)
     if O.ALIBI:
         slope = tl.load(slopes + s.to(tl.int64) * slopes_b + head, mask=s < batch, other=0.0).to(tl.float32)
     if O.BOOL:
-        mask_at = mask + s.to(tl.int64) * mask_b + head.to(tl.int64) * mask_h
+        mask_at = mask + (s.to(tl.int64) * mask_b + head.to(tl.int64) * mask_h) * (8 if O.MASK_WIDE else 1)
     if O.BLOCKS:
         pool = bits.to(tl.pointer_type(tl.int32), bitcast=True)
     if O.DROPOUT:
@@ -271,21 +271,45 @@ def tanh(x):
 
 
 @triton.jit
-def band_mask(S, i, j, diagonal, left, right, k_end, BAND: tl.constexpr):
-    """-inf where key j is past the end, or (BAND) not within [-left, right] of row i's diagonal."""
-    seen = j < k_end
-    if BAND:
-        # The bounds lie along one side of the tile, and what is compared for each pair is one of them with j.
-        middle = i + diagonal
-        seen = (j >= middle - left) & (j <= tl.minimum(middle + right, k_end - 1))
+def band_mask(S, i, j, diagonal, left, right, k_end, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """-inf where key j is past the end, or not within [-left, right] of row i's diagonal: LEFT, RIGHT say what is bounded.
+
+    A bound lies along one side of the tile, and is compared with j for each pair.
+    """
+    last = k_end - 1
+    if RIGHT:
+        last = tl.minimum(i + (diagonal + right), last)
+    seen = j <= last
+    if LEFT:
+        seen = seen & (j >= i + (diagonal - left))
     return tl.where(seen, S, -INF)
 
 
 @triton.jit
-def bool_mask(S, mask, i, j, row, column, i_end, j_end):
+def at_pairs(x, i, j, row, column, i_end, j_end, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr):
+    """(addresses of the pairs (i, j) in x, which of them x has). x has rows or keys of its own only where ROWS, KEYS say so.
+
+    WIDE: its rows begin at multiples of 8 (row comes in units of 8) and it has a multiple of 8 keys, one beside the other:
+    so 8 neighbours are there or are not, and one load may take them.
+    """
+    at = x
+    inside = True
+    if ROWS:
+        at += i.to(tl.int64) * (row * 8 if WIDE else row)
+        inside = i < i_end
+    if KEYS:
+        at += j.to(tl.int64) * (1 if WIDE else column)
+        inside = inside & (j < j_end)
+        if WIDE:
+            inside = tl.max_constancy(inside, [1, 8] if j.shape[0] == 1 else [8, 1])
+    return at, inside
+
+
+@triton.jit
+def bool_mask(S, mask, i, j, row, column, i_end, j_end, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr):
     """-inf where the boolean mask, read through its own strides, says False."""
-    at = mask + i.to(tl.int64) * row + j.to(tl.int64) * column
-    return tl.where(tl.load(at, mask=(i < i_end) & (j < j_end), other=0) != 0, S, -INF)
+    at, inside = at_pairs(mask, i, j, row, column, i_end, j_end, ROWS, KEYS, WIDE)
+    return tl.where(tl.load(at, mask=inside, other=0) != 0, S, -INF)
 
 
 @triton.jit
@@ -295,19 +319,21 @@ def bits_mask(S, bits, tile, i, j, j_first, KEYS: tl.constexpr):
     A row's bits come in words of 32 keys, (128, 4) int32 a tile: each is loaded once a row and spread over its keys.
     """
     WORDS: tl.constexpr = (KEYS + 31) // 32
-    first = j_first % TILE // 32
-    at = bits + tile.to(tl.int64) * (TILE * TILE // 32) + i % TILE * (TILE // 32) + first
+    at = bits + tile.to(tl.int64) * (TILE * TILE // 32) + i % TILE * (TILE // 32) + j_first % TILE // 32
+    bit = j - j_first  # known when the kernel is compiled, as j is not
+    if KEYS < 32:
+        bit += j_first % 32
     word = tl.load(at)
     for n in tl.static_range(1, WORDS):
-        word = tl.where(j % TILE // 32 == first + n, tl.load(at + n), word)
-    return tl.where((word >> (j % 32)) & 1 != 0, S, -INF)
+        word = tl.where(bit // 32 == n, tl.load(at + n), word)
+    return tl.where((word >> (bit % 32)) & 1 != 0, S, -INF)
 
 
 @triton.jit
-def add_bias(S, bias, i, j, row, column, i_end, j_end):
+def add_bias(S, bias, i, j, row, column, i_end, j_end, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr):
     """S + log2(e) bias. Only -inf becomes -inf: a dtype's least number, a mask to some, stays finite in bits too."""
-    at = bias + i.to(tl.int64) * row + j.to(tl.int64) * column
-    b = tl.load(at, mask=(i < i_end) & (j < j_end), other=0.0).to(tl.float32)
+    at, inside = at_pairs(bias, i, j, row, column, i_end, j_end, ROWS, KEYS, WIDE)
+    b = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     return S + tl.where(b == -INF, b, tl.maximum(b * LOG2E, LEAST))
 
 
@@ -328,15 +354,15 @@ def bias_and_mask(
     MIXED: it lies in the BlockMask's bit tile `bits_tile`.
     """
     if O.BIAS:
-        S = add_bias(S, bias, i, j, bias_r, bias_c, bias_q, bias_k)
+        S = add_bias(S, bias, i, j, bias_r, bias_c, bias_q, bias_k, O.BIAS_ROWS, O.BIAS_KEYS, O.BIAS_WIDE)
     if O.ALIBI:
         S = alibi(S, slope, i, j, diagonal)
     if O.BOOL:
-        S = bool_mask(S, mask, i, j, mask_r, mask_c, mask_q, mask_k)
+        S = bool_mask(S, mask, i, j, mask_r, mask_c, mask_q, mask_k, O.MASK_ROWS, O.MASK_KEYS, O.MASK_WIDE)
     if MIXED:
         S = bits_mask(S, bits, bits_tile, i + i0, j + j0, j_first + j0, O.KEYS)
     if EDGE:
-        S = band_mask(S, i, j, diagonal, left, right, k_used, O.BAND)
+        S = band_mask(S, i, j, diagonal, left, right, k_used, O.LEFT, O.RIGHT)
     return S
 
 
