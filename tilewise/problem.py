@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,8 +62,7 @@ class Aux:
     origin: Origin = (0, 0, 0, 0)  # (b0, h0, i0, j0): shifts Band, ALiBi, BlockMask and dropout coordinates
 
 
-@dataclass(frozen=True, slots=True)
-class Grads:
+class Grads(NamedTuple):
     """What a backward returns; None where the input was not given or needs no gradient."""
 
     dq: Tensor

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from functools import cache, lru_cache
 from importlib import metadata
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +19,12 @@ OLDEST = (3, 6)
 
 def why_not(problem: Problem) -> str | None:
     """None, or why this backend does not take the problem."""
-    if problem.device == "cpu" and not interpreted():
+    return _why_not(problem, problem.device == "cpu" and interpreted())
+
+
+@lru_cache(maxsize=512)
+def _why_not(problem: Problem, interpreted: bool) -> str | None:
+    if problem.device == "cpu" and not interpreted:
         return "it needs a GPU (q is on the CPU)"
     if problem.device in ("mps", "xpu", "meta"):
         return f"it runs on NVIDIA and AMD GPUs (q is on {problem.device})"
@@ -37,18 +44,22 @@ def why_not(problem: Problem) -> str | None:
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, Tensor]:
     """o (`problem.o_shape`, q's dtype) and lse (`problem.lse_shape`, fp32)."""
-    from . import host
-
-    return host.forward(problem, q, k, v, aux)
+    return _host().forward(problem, q, k, v, aux)
 
 
 def backward(
     problem: Problem, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, aux: Aux
 ) -> Grads:
     """The gradients of everything that was given. All sums run in a fixed order: bit-reproducible, deterministic or not."""
+    return _host().backward(problem, do, dlse, q, k, v, o, lse, aux)
+
+
+@cache
+def _host() -> ModuleType:
+    """Imported when it is needed, for Triton is not imported before."""
     from . import host
 
-    return host.backward(problem, do, dlse, q, k, v, o, lse, aux)
+    return host
 
 
 def interpreted() -> bool:

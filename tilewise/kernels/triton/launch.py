@@ -17,6 +17,7 @@ import contextvars
 import functools
 import inspect
 import itertools
+import math
 import re
 import subprocess
 import tempfile
@@ -52,6 +53,10 @@ class Launch:
     stages: int
 
 
+Call = Callable[[int, int | None, list[Any]], None]  # (stream, address of the scratch memory, the tensors' addresses)
+Form = Callable[[Any, tuple[int, ...], tuple[Any, ...]], Call]  # (compiled kernel, grid, what follows the addresses)
+
+
 @dataclass(frozen=True, slots=True)
 class _Binary:
     """A compiled kernel, ready to be called. It keeps its kernel alive, whose id is in the key, and its module."""
@@ -59,7 +64,12 @@ class _Binary:
     kernel: Any
     compiled: Any
     scratch: int  # bytes of global memory that one program of the grid needs, for tensor descriptors
-    call: Callable[..., None] | None  # (x, y, z, stream, scratch's address | None, values); None: through kernel[grid]
+    form: Form | None  # None: through kernel[grid]
+    unused: int  # places that the launcher has for constexprs: it does not look at what is there
+
+    def call(self, sizes: tuple[int, ...], numbers: tuple[int | float, ...]) -> Call:
+        assert self.form is not None
+        return self.form(self.compiled, sizes, (*numbers, *(None,) * self.unused))
 
 
 # A binary is found in two steps: by what a Ready knows when it is made, and by what only its tensors tell at a call.
@@ -101,7 +111,7 @@ class Ready:
     numbers: the ints and floats that follow the tensors in the kernel's arguments.
     """
 
-    __slots__ = ("_binaries", "_sizes", "constexprs", "grid", "kernel", "numbers", "stages", "warps")
+    __slots__ = ("_binaries", "_calls", "_sizes", "constexprs", "grid", "kernel", "numbers", "stages", "warps")
 
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], numbers: tuple[int | float, ...], constexprs: dict[str, object],
@@ -114,6 +124,7 @@ class Ready:
             raise ValueError(f"{kernel.__name__}: a grid of {grid} has 2^31 programs or more")
         key = (id(kernel), warps, stages, *_kinds(numbers), *constexprs, *constexprs.values())
         self._binaries = _binaries.setdefault(key, {})
+        self._calls: dict[tuple[object, ...], tuple[Call, int]] = {}  # those of its binaries, and their scratch's bytes
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         if _recorders:
@@ -124,31 +135,39 @@ class Ready:
         if not isinstance(kernel, JITFunction):
             self._through_triton(tensors)
             return
-        device, addresses, key = _describe(tensors)
-        if device is not None and device < 0:
-            raise ValueError(f"{kernel.__name__}: its tensors must be on a GPU, or TRITON_INTERPRET=1 set")
-        current = torch.cuda.current_device()
+        device, addresses, kinds = _describe(tensors)
         if device is None:
-            device = current
-        elif device != current:
+            device = torch.cuda.current_device()
+        elif device < 0:
+            raise ValueError(f"{kernel.__name__}: its tensors must be on a GPU, or TRITON_INTERPRET=1 set")
+        elif device != _current_device():
             with torch.cuda.device(device):
                 self(*tensors)
             return
-        key += (device, knobs.runtime.debug)
-        binary = self._binaries.get(key)
-        if binary is None or binary.call is None or _hooked(kernel):
-            compiled = self._compiled(tensors, device)
-            if binary is None and compiled is not None and not _hooked(kernel):
-                self._binaries[key] = _binary_of(kernel, compiled, len(tensors) + len(self.numbers))
+        key = (*kinds, device, knobs.runtime.debug)
+        found = self._calls.get(key)
+        if found is None or _hooked(kernel):
+            self._seldom(tensors, device, key)
             return
-        x, y, z = self._sizes
-        stream = _stream(device)
-        if binary.scratch:
+        call, scratch = found
+        if scratch:
             # Freed on return, and used again only by what comes later on this stream.
-            scratch = torch.empty(x * y * z * binary.scratch, dtype=torch.int8, device=device)
-            binary.call(x, y, z, stream, scratch.data_ptr(), (*addresses, *self.numbers))
+            memory = torch.empty(scratch, dtype=torch.int8, device=device)
+            call(_stream(device), memory.data_ptr(), addresses)
         else:
-            binary.call(x, y, z, stream, None, (*addresses, *self.numbers))
+            call(_stream(device), None, addresses)
+
+    def _seldom(self, tensors: tuple[torch.Tensor | None, ...], device: int, key: tuple[object, ...]) -> None:
+        """A launch of this key that is the first, or that Triton has to make."""
+        binary, hooked = self._binaries.get(key), _hooked(self.kernel)
+        if binary is not None and binary.form is not None and not hooked:  # another Ready has launched it
+            scratch = math.prod(self._sizes) * binary.scratch
+            self._calls[key] = binary.call(self._sizes, self.numbers), scratch
+            self(*tensors)
+            return
+        compiled = self._compiled(tensors, device)
+        if binary is None and compiled is not None and not _hooked(self.kernel):
+            self._binaries[key] = _binary_of(self.kernel, compiled, len(tensors) + len(self.numbers))
 
     def _compiled(self, tensors: tuple[torch.Tensor | None, ...], device: int) -> Any:
         """The compiled kernel, after its launch; None where a hook of the user's took the compilation over."""
@@ -167,7 +186,7 @@ class Ready:
         )
 
 
-def _describe(tensors: tuple[torch.Tensor | None, ...]) -> tuple[int | None, list[int | None], tuple[object, ...]]:
+def _describe(tensors: tuple[torch.Tensor | None, ...]) -> tuple[int | None, list[Any], list[Any]]:
     """(device of the first, -1 for the CPU; their addresses; what the binary depends on of them)."""
     addresses: list[Any] = list(tensors)  # None stays: a dozen of them is what takes time here
     kinds: list[Any] = list(tensors)
@@ -183,7 +202,7 @@ def _describe(tensors: tuple[torch.Tensor | None, ...]) -> tuple[int | None, lis
             kinds.append((place, _WITHIN_2_GIB))
         if device is None:
             device = tensor.get_device()
-    return device, addresses, tuple(kinds)
+    return device, addresses, kinds
 
 
 def _kinds(numbers: tuple[int | float, ...]) -> list[object]:
@@ -195,6 +214,11 @@ def _kinds(numbers: tuple[int | float, ...]) -> list[object]:
             raise TypeError(f"a kernel's arguments are tensors, None, ints and floats, not {kind.__name__}")
         kinds.append(kind if kind is float or -0x80000000 <= number <= 0x7FFFFFFF else _WIDE)
     return kinds
+
+
+def _current_device() -> int:
+    """As torch.cuda.current_device(), which first makes sure of CUDA: who has a tensor on a GPU has that."""
+    return torch._C._cuda_getDevice()
 
 
 def _stream(device: int) -> int:
@@ -234,41 +258,41 @@ def _check(kernel: Any, args: tuple[Any, ...], constexprs: dict[str, object]) ->
 # --- Triton's launchers ----------------------------------------------------------------------------------------------
 
 
-def _cuda_flat(compiled: Any, constexprs: tuple[None, ...]) -> Callable[..., None]:
+def _cuda_flat(compiled: Any, sizes: tuple[int, ...], rest: tuple[Any, ...]) -> Call:
     """Triton 3.6: a C function for each signature; the kernel's arguments, constexprs too, follow one another."""
-    launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    launcher, function, metadata, (x, y, z) = compiled.run, compiled.function, compiled.packed_metadata, sizes
     start, cooperative, dependent = launcher.launch, launcher.launch_cooperative_grid, launcher.launch_pdl
 
-    def call(x: int, y: int, z: int, stream: int, scratch: int | None, values: tuple[Any, ...]) -> None:
+    def call(stream: int, scratch: int | None, addresses: list[Any]) -> None:
         start(
             x, y, z, stream, function, cooperative, dependent, scratch, None, metadata, None, None, None,
-            *values, *constexprs,
+            *addresses, *rest,
         )  # fmt: skip
 
     return call
 
 
-def _cuda_packed(compiled: Any, constexprs: tuple[None, ...]) -> Callable[..., None]:
+def _cuda_packed(compiled: Any, sizes: tuple[int, ...], rest: tuple[Any, ...]) -> Call:
     """Triton 3.7 to 3.9: one C function for all; the kernel's arguments, constexprs too, in one tuple at the end."""
-    launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    launcher, function, metadata, (x, y, z) = compiled.run, compiled.function, compiled.packed_metadata, sizes
     start, cooperative, dependent = launcher.launch, launcher.launch_cooperative_grid, launcher.launch_pdl
     annotations, signature = launcher.arg_annotations, launcher.kernel_signature
 
-    def call(x: int, y: int, z: int, stream: int, scratch: int | None, values: tuple[Any, ...]) -> None:
+    def call(stream: int, scratch: int | None, addresses: list[Any]) -> None:
         start(
             x, y, z, stream, function, cooperative, dependent, metadata, None, None, None, scratch, None,
-            annotations, signature, (*values, *constexprs),
+            annotations, signature, (*addresses, *rest),
         )  # fmt: skip
 
     return call
 
 
-def _hip(compiled: Any, constexprs: tuple[None, ...]) -> Callable[..., None]:
+def _hip(compiled: Any, sizes: tuple[int, ...], rest: tuple[Any, ...]) -> Call:
     """Any of them on an AMD GPU: through the Python in front of the C function, which is alike in all."""
-    launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    launcher, function, metadata, (x, y, z) = compiled.run, compiled.function, compiled.packed_metadata, sizes
 
-    def call(x: int, y: int, z: int, stream: int, scratch: int | None, values: tuple[Any, ...]) -> None:
-        launcher(x, y, z, stream, function, metadata, None, None, None, *values, *constexprs)
+    def call(stream: int, scratch: int | None, addresses: list[Any]) -> None:
+        launcher(x, y, z, stream, function, metadata, None, None, None, *addresses, *rest)
 
     return call
 
@@ -280,7 +304,7 @@ _SCRATCH = ("global_scratch", "profile_scratch")
 _PACKED = ("self.arg_annotations", "self.kernel_signature")
 
 # The call of the C function in the source of a launcher's __call__, and how it is made here.
-_FORMS: dict[tuple[str, ...], Callable[..., Callable[..., None]]] = {
+_FORMS: dict[tuple[str, ...], Form] = {
     (*_CUDA, *_SCRATCH, "*args"): _cuda_flat,
     (*_CUDA, *_HOOKS, *_SCRATCH, *_PACKED, "args"): _cuda_packed,
     (*_CUDA, *_HOOKS, *_SCRATCH, *_PACKED, "kernel_args"): _cuda_packed,  # args, and a sanitizer's where one is on
@@ -291,7 +315,7 @@ _FORMS: dict[tuple[str, ...], Callable[..., Callable[..., None]]] = {
 
 
 @functools.cache
-def _form(launcher: type) -> Callable[..., Callable[..., None]] | None:
+def _form(launcher: type) -> Form | None:
     """How the launchers of this class are called, from its source. Unknown: None, after a RuntimeWarning."""
     found: tuple[str, ...] = ()
     parameters: list[str] = []
@@ -324,10 +348,9 @@ def _binary_of(kernel: Any, compiled: Any, runtime: int) -> _Binary:
         # What only Triton's own launch provides: an instrumented kernel's memory and arguments.
         launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False) or (form is _hip and global_scratch)
     ):
-        return _Binary(kernel, compiled, 0, None)
-    # The launcher wants a place for each constexpr, and does not look at what is there.
-    call = form(compiled, (None,) * (len(kernel.arg_names) - runtime))
-    return _Binary(kernel, compiled, global_scratch * getattr(launcher, "num_ctas", 1), call)
+        return _Binary(kernel, compiled, 0, None, 0)
+    scratch = global_scratch * getattr(launcher, "num_ctas", 1)
+    return _Binary(kernel, compiled, scratch, form, len(kernel.arg_names) - runtime)
 
 
 # --- with no device --------------------------------------------------------------------------------------------------
