@@ -107,7 +107,7 @@ class Machine:
         monkeypatch.setattr(add, "run", self.run)
         monkeypatch.setattr(module, "_binaries", {})
         monkeypatch.setattr(module, "_stream", lambda device: 0x5EA0 + device)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
+        monkeypatch.setattr(module, "_current_device", lambda: self.current)
         monkeypatch.setattr(torch.cuda, "device", self.device)
         monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace())
 
@@ -313,6 +313,44 @@ def test_what_a_ready_launch_is_given_is_looked_at_each_time(machine: Machine) -
         assert values in (machine.given[-1][-1], machine.given[-1][-len(values) :])
     start(x)  # the same launch made anew finds the same binary
     assert len(machine.slow) == len(calls)
+
+
+def test_launches_that_share_a_binary_keep_their_grids_and_numbers(machine: Machine) -> None:
+    x = gpu(64)
+    ready = [Ready(add, (2 + n, 3), (n, 0.5 * n), {"SIDE": 16, "SQUARE": True}, 4, 2) for n in range(3)]
+    ready[0](x, None, x)
+    for n in (1, 0, 2, 1, 0, 0, 2):
+        ready[n](x, None, x)
+        given = machine.given[-1]
+        assert given[:3] == (2 + n, 3, 1)
+        values = (x.data_ptr(), None, x.data_ptr(), n, 0.5 * n, None, None)
+        assert values in (given[-1], given[-len(values) :])
+    assert len(machine.slow) == 1
+
+
+def test_a_ready_launch_looks_for_hooks_debug_and_the_device_each_time(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, far = gpu(64), gpu(64, index=1)
+    ready = Ready(add, (2, 3), (5, 0.5), {"SIDE": 16, "SQUARE": True}, 4, 2)
+    for tensors, slow in ((x, 1), (x, 1), (x, 1), (far, 2), (far, 2), (x, 2)):
+        ready(tensors, None, tensors)
+        assert len(machine.slow) == slow
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "launch_enter_hook", print)
+        ready(x, None, x)
+        assert len(machine.slow) == 3
+    ready(x, None, x)
+    assert len(machine.slow) == 3
+    monkeypatch.setattr(triton.knobs.runtime, "debug", not triton.knobs.runtime.debug)
+    ready(x, None, x)
+    assert len(machine.slow) == 4
+    machine.current = 1
+    ready(x, None, x)
+    assert len(machine.slow) == 4
+    assert 0x5EA0 in machine.given[-1]
+    with pytest.raises(ValueError, match="must be on a GPU"):
+        ready(torch.zeros(64), None, x)
 
 
 def test_what_no_binary_depends_on_is_not_in_the_key(machine: Machine) -> None:
