@@ -30,7 +30,7 @@ REPRESENTATIVE: list[Case] = [
     ("sm90", "dq", 128, 2, "plain"),
     ("sm90", "forward", 64, 2, "dressed"),
     ("sm90", "dkdv", 64, 2, "bias"),
-    ("sm90", "dq", 64, 4, "plain"),
+    ("sm90", "forward", 64, 4, "plain"),
     ("sm90", "forward", 128, 2, "long"),
     ("sm90", "dkdv", 128, 2, "plain"),
     ("cuda", "forward", 64, 2, "plain"),

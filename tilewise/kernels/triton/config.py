@@ -159,7 +159,6 @@ TABLES: dict[str, Table] = {
         ("dkdv", (512,), (2,)): Row(
             Config(32, 32, 8, 1, True), Config(16, 16, 8, 1), f"compiled, 98 KiB; {_GUESSED}", (0, 128)
         ),
-        ("dkdv", (16, 32, 64), (4,)): Row(Config(64, 64, 4, 1), Config(32, 32, 4, 1), _ALONE, (2816, 1344)),
         ("dq", (16, 32, 64), (2,)): Row(
             Config(64, 64, 4, 3), Config(64, 64, 8, 2, True), _MEASURED, (0, 512), bias=Config(64, 64, 4, 3)
         ),
@@ -172,7 +171,6 @@ TABLES: dict[str, Table] = {
         ("dq", (512,), (2,)): Row(
             Config(32, 16, 8, 2, True), Config(16, 16, 8, 1), f"compiled, no spills, 97 KiB; {_GUESSED}"
         ),
-        ("dq", (16, 32, 64), (4,)): Row(Config(128, 64, 8, 1), Config(32, 32, 4, 1), _ALONE, (192, 128)),
     }),
     # In Triton's interpreter, which alone runs on CPU tensors.
     "cpu": _table({
