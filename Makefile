@@ -5,15 +5,39 @@ JOBS   ?= 2
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+OLDEST := $(VENV)/oldest
+TRITONS := 3.6 3.7 3.8 3.9
 
-.PHONY: demo test lint slow bench clean
+.PHONY: demo test test-oldest test-tritons $(TRITONS:%=test-triton-%) lint slow bench clean
 
 demo: $(INSTALLED)
 	@$(BIN)/tilewise demo
 
-# One thread a worker: JOBS workers share the cores. pytest's last line stays the last thing printed.
+# One thread a worker: JOBS workers share the cores. A worker that is done takes tests off another: some take half a
+# minute. pytest's last line stays the last thing printed.
+PYTEST := -m pytest -n $(JOBS) --dist worksteal
+
 test: lint
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+	@OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
+
+# What depends on torch, on the oldest one that pyproject.toml allows and the Triton that it brings. Without large sizes;
+# of the random cases those whose seed begins with 2, of those in Triton's interpreter an eighth.
+test-oldest: $(OLDEST)/.installed
+	@OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(PYTEST) --ignore tests/gpu -k "not ($(OTHER_THINGS)) \
+	and not (test_contract and large) and not (test_sampled and not tiled-2) \
+	and not (test_triton.py and not (test_cases[0] or steps or without_triton))"
+
+OTHER_THINGS = test_bench or test_cli or test_close or test_covering or test_io_model or test_mask or test_triton_config
+
+# What compiles kernels, on each of TRITONS that pip serves, beside the torch in VENV. `make test-triton-3.8`: on one.
+test-tritons: $(INSTALLED)
+	@$(MAKE) --no-print-directory --keep-going --output-sync=target --jobs=$(JOBS) $(TRITONS:%=test-triton-%)
+	@ls $(TRITONS:%=$(VENV)/triton-%/.installed) 2>/dev/null | grep -q . || { echo "pip serves none of them"; false; }
+
+$(TRITONS:%=test-triton-%): test-triton-%: $(VENV)/triton-%/.installed
+	@test -e $< || { echo "pip serves no Triton $* here"; exit; }; export OMP_NUM_THREADS=1 PYTHONPATH=$(<D); \
+	$(BIN)/python -c "import triton; assert triton.__version__.startswith('$*.'), triton.__file__" && \
+	$(BIN)/python -m pytest tests/test_triton_config.py tests/test_triton_launch.py
 
 slow: $(INSTALLED)
 	@$(BIN)/python -m pytest -m slow
@@ -40,3 +64,16 @@ $(INSTALLED): pyproject.toml Makefile
 # Its CPU build has no Triton; the kernels' tests on the CPU want one (Linux on x86-64 has wheels).
 TORCH  = $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo torch || echo torch==2.13.0)
 TRITON = $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && echo '$(BIN)/python -m pip install "triton==3.7.*"' || echo true)
+
+# pip's own build of torch, with CUDA: some 3 GB to download, and most of the time is spent on unpacking.
+$(OLDEST)/.installed: pyproject.toml Makefile
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --no-compile "torch==$(OLDEST_TORCH)" --editable ".[test]"
+	@touch $@
+
+OLDEST_TORCH = $(shell sed -n 's/^dependencies = \["torch>=\([0-9.]*\)"\]$$/\1/p' pyproject.toml)
+
+# Not made where pip does not serve it: for this Python or machine, or not yet. That pip reaches no index is a failure.
+$(TRITONS:%=$(VENV)/triton-%/.installed): $(VENV)/triton-%/.installed: Makefile | $(INSTALLED)
+	served=$$($(BIN)/python -m pip index versions triton) && case "$$served" in *" $*."*) \
+	$(BIN)/python -m pip install --no-compile --no-deps --upgrade --target $(@D) "triton==$*.*" && touch $@ ;; esac

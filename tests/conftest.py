@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 import torch
@@ -12,6 +13,17 @@ import tilewise
 BACKENDS = ["tiled"]
 
 torch.set_num_threads(1)  # the tensors are small, and pytest-xdist has a worker on every core
+
+
+def pytest_report_header() -> str:
+    """Which versions are tested: there are several to choose from (`make test-oldest`, `make test-tritons`)."""
+    there = []
+    for name in ("torch", "triton", "numpy"):
+        try:
+            there.append(f"{name}-{version(name)}")
+        except PackageNotFoundError:
+            there.append(f"no {name}")
+    return ", ".join(there)
 
 
 @pytest.fixture(params=BACKENDS)

@@ -22,6 +22,7 @@ from gpu import stamp
 
 import tilewise
 from tilewise import dispatch
+from tilewise.kernels.triton.backend import OLDEST
 
 PACKAGE = Path(tilewise.__file__).parent
 ROOT = PACKAGE.parent
@@ -218,11 +219,27 @@ def test_one_version() -> None:
     assert f"## {tilewise.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_the_versions_that_are_tested_begin_with_the_oldest_that_work() -> None:
+    """`make test-oldest` reads its torch from that line, and `make test-tritons` begins where the backend does."""
+    project, makefile, design = ((ROOT / file).read_text() for file in ("pyproject.toml", "Makefile", "docs/design.md"))
+    torch_bound = re.search(r'^dependencies = \["torch>=([0-9.]+)"\]$', project, re.MULTILINE)
+    assert torch_bound
+    assert f"torch from {torch_bound[1]}" in design
+    tritons = re.search(r"^TRITONS := (.*)$", makefile, re.MULTILINE)
+    assert tritons
+    first, *_, last = tritons[1].split()
+    assert first == ".".join(map(str, OLDEST))
+    assert f'"triton>={first};' in project
+    for page in ("docs/design.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        assert f"each Triton from {first} to {last}" in (ROOT / page).read_text(), page
+
+
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
 def test_pages_name_what_exists(page: str) -> None:
     text = (ROOT / page).read_text()
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"`make ([a-z]+)`", text)) | set(re.findall(r"^make ([a-z]+)", text, re.MULTILINE)) <= targets
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = re.findall(r"`make ([a-z-]+)`", text) + re.findall(r"^make ([a-z-]+)", text, re.MULTILINE)
+    assert set(named) <= targets
     for link in re.findall(r"\]\(([^)#]+)\)", text):
         assert link.startswith("http") or (ROOT / link).exists(), link
 

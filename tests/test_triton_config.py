@@ -19,6 +19,9 @@ TARGETS = {
     "sm100": ("cuda", 100, 32), "cuda": ("hip", "gfx942", 64),
 }  # fmt: skip
 Case = tuple[str, str, int, int, str]  # arch, direction, padded head size, bytes of an element, options
+# The rows allow what Triton 3.7 spills, which `make test` installs. Others give registers out otherwise, and spilled up
+# to 1.8 times what a row allows; what may spill nothing spills nothing on any.
+TABLED, OTHERS_SPILL = "3.7.", 2
 KINDS = ("fastest of ", "compiled", "not compiled", "Triton's interpreter")  # of evidence
 REPRESENTATIVE: list[Case] = [
     ("sm75", "delta", 64, 2, "plain"),
@@ -83,7 +86,7 @@ def asked(case: Case) -> tuple[Problem, tilewise.problem.Aux, list[torch.Tensor]
 
 def check(case: Case) -> None:
     """Compile the case's kernel; AssertionError where it takes more than its row, or its architecture, allows."""
-    pytest.importorskip("triton")
+    triton = pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("in Triton's interpreter there are no binaries")
     from triton.backends.compiler import GPUTarget
@@ -102,7 +105,8 @@ def check(case: Case) -> None:
     taken = resources(compiled)
     config, dressed = choose(problem, direction), tables.is_dressed(problem)
     allowed = row(arch, direction, width, itemsize).spills[dressed]
-    assert taken.spilled <= allowed, f"{config}: {taken.spilled} bytes spill, the row allows {allowed}"
+    allowed *= 1 if triton.__version__.startswith(TABLED) else OTHERS_SPILL
+    assert taken.spilled <= allowed, f"{config}: {taken.spilled} bytes spill, {allowed} may"
     bound = tables.shared_bound(config, direction, width, itemsize, dressed)
     assert taken.shared <= bound, f"{config}: {taken.shared} bytes of shared memory, the bound is {bound}"
     limit = SHARED_KIB[arch] * 1024
