@@ -448,8 +448,8 @@ def finalize(m, l, o, sink, SINK: tl.constexpr):
 def row_statistic(x, first, end, past, SIDE: tl.constexpr, EDGE: tl.constexpr):
     """lse (in bits) or delta of rows [first, first + SIDE), where EDGE `past` from `end` on.
 
-    What lies there is read all the same, and there is room for it: a mask on so small a load would cost the loop of dkdv
-    a third of its instructions (sm90, d 128: 469 of 807 remain).
+    What lies there is read all the same, and there is room for it. With a mask on so small a load, and lse turned into
+    bits in the loop, dkdv's had 807 instructions; it has 469 (sm90, d 128, 64 x 64).
     """
     rows = tl.arange(0, SIDE)
     values = tl.load(x + first + rows)
