@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ import torch
 from gpu import stamp
 
 import tilewise
-from tilewise import dispatch
 from tilewise.kernels.triton.backend import OLDEST
 
 PACKAGE = Path(tilewise.__file__).parent
@@ -247,12 +245,8 @@ def test_pages_name_what_exists(page: str) -> None:
 # --- the GPU's tests, which do not run here ------------------------------------------------------------------------
 
 
-def test_kernels_that_are_taken_unasked_are_those_that_passed_on_a_gpu() -> None:
-    why = stamp.stale()
-    assert why is None or "triton" in dispatch.BY_NAME, why
-    q = torch.empty(1, 1, 4, 16)
-    problem = replace(tilewise.Problem.of(q, q, q)[0], device="sm90")
-    assert (dispatch.choose(problem).__name__ == dispatch.BACKENDS["triton"]) == ("triton" not in dispatch.BY_NAME)
+def test_the_kernels_are_those_that_passed_on_a_gpu() -> None:
+    assert stamp.stale() is None
 
 
 def test_the_stamp_is_of_what_runs_alone(tmp_path: Path) -> None:

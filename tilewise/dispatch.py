@@ -16,8 +16,6 @@ BACKENDS = {  # fastest first
     "triton": "tilewise.kernels.triton.backend",
     "tiled": "tilewise.algorithm.tiled",
 }
-# Taken only if named, until all of tests/gpu has passed with it as it stands: a test holds the two together.
-BY_NAME = {"triton"}
 
 
 def backend(name: str) -> ModuleType:
@@ -29,10 +27,7 @@ def backend(name: str) -> ModuleType:
 
 
 def choose(problem: Problem, name: str | None = None) -> ModuleType:
-    """The module of the first backend that takes `problem`, or of the one named. ValueError with the reasons.
-
-    Those of BY_NAME are passed over unless named.
-    """
+    """The module of the first backend that takes `problem`, or of the one named. ValueError with the reasons."""
     if name is not None:
         module = backend(name)
         if reason := module.why_not(problem):
@@ -40,8 +35,6 @@ def choose(problem: Problem, name: str | None = None) -> ModuleType:
         return module
     reasons = []
     for candidate in BACKENDS:
-        if candidate in BY_NAME:
-            continue
         module = backend(candidate)
         reason = module.why_not(problem)
         if reason is None:
@@ -65,8 +58,6 @@ def explain(problem: Problem) -> str:
         reason = backend(name).why_not(problem)
         if reason is not None:
             lines.append(f"  {name}: {reason}")
-        elif name in BY_NAME:
-            lines.append(f"  {name}: able, if it is named (backend={name!r})")
         else:
             lines.append(f"  {name}: {'able, but slower' if chosen else 'chosen'}")
             chosen = True
