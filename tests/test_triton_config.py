@@ -24,7 +24,6 @@ Case = tuple[str, str, int, int, str]  # arch, direction, padded head size, byte
 TABLED, OTHERS_SPILL = "3.7.", 3
 KINDS = ("fastest of ", "compiled", "not compiled", "Triton's interpreter")  # of evidence
 REPRESENTATIVE: list[Case] = [
-    ("sm75", "delta", 64, 2, "plain"),
     ("sm75", "forward", 16, 4, "plain"),
     ("sm80", "forward", 64, 2, "plain"),
     ("sm86", "dq", 128, 2, "plain"),
@@ -44,10 +43,10 @@ REPRESENTATIVE: list[Case] = [
 EVERYTHING = ("dressed", "dressed blocks")  # all options at once, with a boolean mask or with a BlockMask
 
 
-def options(found: tables.Row, direction: str) -> list[str]:
+def options(found: tables.Row) -> list[str]:
     """What to ask of a row, so that each of its Configs is compiled."""
     others = [kind for kind in tables.KINDS[2:] if getattr(found, kind) is not None]
-    return ["plain"] if direction == "delta" else ["plain", *others, *EVERYTHING]
+    return ["plain", *others, *EVERYTHING]
 
 
 def every_row() -> Iterator[Case]:
@@ -56,7 +55,7 @@ def every_row() -> Iterator[Case]:
         for direction in DIRECTIONS:
             for width in WIDTHS:
                 for itemsize in (2, 4):
-                    for name in options(row(arch, direction, width, itemsize), direction):
+                    for name in options(row(arch, direction, width, itemsize)):
                         yield arch, direction, width, itemsize, name
 
 

@@ -32,7 +32,7 @@ class TileLists(NamedTuple):
     full: torch.Tensor  # (b, h, n, m), ascending
     mixed_count: torch.Tensor  # (b, h, n)
     mixed: torch.Tensor  # (b, h, n, m), ascending
-    mixed_bits: torch.Tensor  # (b, h, n, m): the row of BlockMask.bits that holds the tile `mixed` names
+    mixed_bits: torch.Tensor  # (b, h, n, m): the row of `bits` and of `turned` that holds the tile `mixed` names
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,12 +41,13 @@ class BlockMask:
 
     Data, not code: block-sparse FlashAttention (Dao et al. 2022, section 3.3 and Algorithm 5) with bits for the tiles
     that a pattern cuts through. Build one with `from_tiles`, `from_predicate`, `from_dense`, `local_global`, `strided`
-    or `butterfly`, once, outside the hot path (building synchronises). 24 bytes a tile slot, 2 KiB a unique MIXED tile.
+    or `butterfly`, once, outside the hot path (building synchronises). 24 bytes a tile slot, 4 KiB a unique MIXED tile.
 
     `batch`, `heads`: 1 to share the mask, or those of the queries. `query_major`: for each tile of queries its tiles
     of keys; `key_major`: for each tile of keys its tiles of queries. `bits`: uint8 (U, 128, 16); pair (i, j) of a tile
-    is bit `j % 8` (the lowest is 0) of byte `[i, j // 8]`. Bits beyond q_len or k_len are 0, and a tile that is visible
-    as far as the lengths go is FULL. Equality and hash are those of the object.
+    is bit `j % 8` (the lowest is 0) of byte `[i, j // 8]`. `turned`: the same tiles with i and j exchanged, for whoever
+    walks by keys. Bits beyond q_len or k_len are 0, and a tile that is visible as far as the lengths go is FULL.
+    Equality and hash are those of the object.
 
     >>> blocks = BlockMask.from_predicate(lambda b, h, i, j: (i >= j) & (i - j < 300), 1024, 1024)
     >>> print(blocks.show())
@@ -68,6 +69,7 @@ class BlockMask:
     query_major: TileLists
     key_major: TileLists
     bits: torch.Tensor
+    turned: torch.Tensor
 
     # --- build -------------------------------------------------------------------------------------------------
 
@@ -206,13 +208,13 @@ class BlockMask:
         >>> BlockMask.from_tensors(1024, 1024, blocks.tensors()).density() == blocks.density()
         True
         """
-        if len(tensors) != 11:
-            raise ValueError(f"BlockMask.from_tensors: tensors must be the 11 that tensors() gives; got {len(tensors)}")
-        return cls(q_len, k_len, TileLists(*tensors[:5]), TileLists(*tensors[5:10]), tensors[10])
+        if len(tensors) != 12:
+            raise ValueError(f"BlockMask.from_tensors: tensors must be the 12 that tensors() gives; got {len(tensors)}")
+        return cls(q_len, k_len, TileLists(*tensors[:5]), TileLists(*tensors[5:10]), *tensors[10:])
 
     @classmethod
     def _from_map(cls, q_len: int, k_len: int, tile_map: torch.Tensor, bits: torch.Tensor) -> BlockMask:
-        return cls(q_len, k_len, _lists(tile_map), _lists(tile_map.transpose(2, 3)), bits)
+        return cls(q_len, k_len, _lists(tile_map), _lists(tile_map.transpose(2, 3)), bits, _turned(bits))
 
     # --- look --------------------------------------------------------------------------------------------------
 
@@ -237,8 +239,8 @@ class BlockMask:
         return f"BlockMask(q_len={self.q_len}, k_len={self.k_len}, batch={self.batch}, heads={self.heads})"
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The 11 tensors that make it: query_major, key_major, bits. `from_tensors` is the way back."""
-        return (*self.query_major, *self.key_major, self.bits)
+        """The 12 tensors that make it: query_major, key_major, bits, turned. `from_tensors` is the way back."""
+        return (*self.query_major, *self.key_major, self.bits, self.turned)
 
     def to(self, device: Device) -> BlockMask:
         """The same mask on another device; itself if it lies there."""
@@ -446,6 +448,12 @@ def _unpack(bits: torch.Tensor) -> torch.Tensor:
     """uint8 (..., 128, 16) to bool (..., 128, 128)."""
     one = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
     return (bits.unsqueeze(-1) & one).ne(0).flatten(-2)
+
+
+def _turned(bits: torch.Tensor) -> torch.Tensor:
+    """Bit tiles with rows and columns exchanged."""
+    seen = (_unpack(part).mT.clone(memory_format=torch.contiguous_format) for part in bits.split(256))
+    return torch.cat([_pack(part[None]).view(torch.uint8).view(-1, TILE, TILE // 8) for part in seen])
 
 
 class _Pool:

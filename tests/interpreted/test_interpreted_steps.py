@@ -151,7 +151,7 @@ def bits_kernel(out, bits, tile, i0, j0, ROWS: tl.constexpr, KEYS: tl.constexpr,
         i = i0 + tl.arange(0, ROWS)[:, None]
         j = j0 + tl.arange(0, KEYS)[None, :]
         S = tl.zeros((ROWS, KEYS), tl.float32)
-    S = steps.bits_mask(S, bits, tile, i, j, j0, KEYS)
+    S = steps.bits_mask(S, bits, tile, j, i0) if TURNED else steps.bits_mask(S, bits, tile, i, j0)
     tl.store(out + (i - i0) * KEYS + (j - j0), S)
 
 
@@ -166,7 +166,8 @@ def test_bits_mask_is_the_block_mask(rows: int, keys: int, i0: int, j0: int, tur
     at = lists.mixed[0, 0, row].tolist().index(j0 // 128)
     out = torch.empty(rows, keys)
     tile = lists.mixed_bits[0, 0, row, at : at + 1]
-    bits_at_kernel[(1,)](out, blocks.bits.view(torch.int32), tile, i0, j0, rows, keys, turned)
+    pool = blocks.turned if turned else blocks.bits
+    bits_at_kernel[(1,)](out, pool.view(torch.int32), tile, i0, j0, rows, keys, turned)
     assert torch.equal(out == 0, dense[i0 : i0 + rows, j0 : j0 + keys])
     assert set(out.unique().tolist()) == {-torch.inf, 0.0}
 
@@ -215,9 +216,11 @@ def test_packed_tiles_cover_every_token_once_and_know_what_is_behind_the_last_se
 
 
 @triton.jit
-def walk_kernel(out, count, list, lo, hi, free_lo, free_hi, SIDE: tl.constexpr, BLOCKS: tl.constexpr):
+def walk_kernel(
+    out, count, list, lo, hi, free_lo, free_hi, SIDE: tl.constexpr, BLOCKS: tl.constexpr, CUT: tl.constexpr
+):  # fmt: skip
     if BLOCKS:
-        lo, hi, a, z = walk.live(count, list, True, lo, hi, free_lo, free_hi, SIDE)
+        lo, hi, a, z = walk.live(count, list, True, lo, hi, free_lo, free_hi, SIDE, CUT)
     else:
         lo, hi, a, z = walk.cut(lo, hi, free_lo, free_hi, SIDE)
     n = 0
@@ -235,6 +238,7 @@ def walk_kernel(out, count, list, lo, hi, free_lo, free_hi, SIDE: tl.constexpr, 
     ("lo", "hi", "free_lo", "free_hi"),
     [
         (0, 500, 0, 500),
+        (0, 384, 0, 384),
         (0, 500, 100, 300),
         (130, 140, 135, 136),
         (256, 256, 256, 256),
@@ -242,19 +246,21 @@ def walk_kernel(out, count, list, lo, hi, free_lo, free_hi, SIDE: tl.constexpr, 
         (0, 512, 0, 512),
     ],
 )
-@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize(("blocks", "cut"), [(False, True), (True, True), (True, False)])
 def test_the_walk_visits_what_is_visible_once_and_takes_as_free_what_is(
-    lo: int, hi: int, free_lo: int, free_hi: int, blocks: bool
+    lo: int, hi: int, free_lo: int, free_hi: int, blocks: bool, cut: bool
 ) -> None:
-    side, tiles = 32, [0, 2, 3]
+    if not cut and (lo, free_lo, free_hi) != (0, 0, hi):
+        pytest.skip("the sequence ends with the mask, and there is no Band")
+    side, tiles = 32, [n for n in (0, 2, 3) if cut or n < hi / 128]
     out = torch.full((64,), -2, dtype=torch.int32)
     walk_kernel[(1,)](
         out, torch.tensor([len(tiles)], dtype=torch.int32), torch.tensor(tiles, dtype=torch.int32),
-        lo, hi, free_lo, free_hi, side, blocks,
+        lo, hi, free_lo, free_hi, side, blocks, cut,
     )  # fmt: skip
     order = out[out != -2].tolist()
-    cut = order.index(-1)
-    free, edges = order[:cut], order[cut + 1 :]
+    middle = order.index(-1)
+    free, edges = order[:middle], order[middle + 1 :]
     assert len(set(free + edges)) == len(free + edges)
     positions = {p for start in free + edges for p in range(start, start + side)}
     visible = {p for p in range(lo, hi) if not blocks or p // 128 in tiles}

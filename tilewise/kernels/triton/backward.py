@@ -1,8 +1,8 @@
 """The backward in Triton, by recomputation: P is made again from q, k and lse, tile by tile.
 
-    delta_kernel     delta_i = rowsum(dO_i * O_i) - dlse_i, kept beside lse_i in bits: a row's two statistics
-    dkdv_kernel      a tile of keys stays, queries pass by:  dV += P^T dO    dK += scale dS^T Q
     dq_kernel        a tile of queries stays, keys pass by:  dQ += scale dS K      (dS = P * (dO V^T - delta))
+                     and delta_i = rowsum(dO_i * O_i) - dlse_i, kept beside lse_i for those that follow
+    dkdv_kernel      a tile of keys stays, queries pass by:  dV += P^T dO    dK += scale dS^T Q
     dbias_kernel     a tile of a broadcast bias stays, all that reads it passes by:  dbias += dS
     per_head_kernel  the sinks' and the slopes' gradients of one sequence and head, summed over its rows
 
@@ -22,30 +22,134 @@ from . import steps, walk
 from .operands import RUN_TIME
 
 
+@triton.jit
+def score_gradient(
+    q, k, v, do, L, D, i, j, first, j0, bits_tile, scale, softcap, seed, threshold, inverse_keep, b, h, origin_i,
+    origin_j, terms, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
+):  # fmt: skip
+    """dS (ROWS, KEYS), the gradient of the masked scores; and tanh, for the softcap's derivative."""
+    S, capped = steps.scores(q, k.T, scale, softcap, O)
+    S = steps.bias_and_mask(S, i, j, j0, bits_tile, *terms, EDGE=EDGE, MIXED=MIXED, O=O)
+    P = tl.exp2(S * (scale if O.RAW else 1.0) - L[:, None])
+    dP = tl.dot(do, v.T, input_precision=O.PRECISION)
+    if O.DROPOUT:
+        keep = steps.keep(seed, threshold, b, h, first + origin_i, j0 + origin_j, True, O)
+        dP = tl.where(keep, dP * inverse_keep, 0.0)
+    return P * (dP - D[:, None]), capped
+
+
+@triton.jit
+def attend_queries(
+    dq, dslope, q, do, L, D, K, V, j0, i, first, bits_tile, k_r, v_r, q_used, k_used, diagonal, dbias, dbias_r, dbias_c,
+    bias_q, bias_k, rest, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
+):  # fmt: skip
+    """(dq, the slope's gradient by row) with the keys [j0, j0 + KEYS) taken in; a full bias's gradient is stored."""
+    j = j0 + tl.arange(0, O.KEYS)[None, :]
+    k = steps.load_tile(K, k_r, j0, k_used, O.KEYS, O.WIDTH, O.D, O.TMA, EDGE)
+    v = steps.load_tile(V, v_r, j0, k_used, O.KEYS, O.V_WIDTH, O.DV, O.TMA, EDGE)
+    dS, capped = score_gradient(q, k, v, do, L, D, i, j, first, j0, bits_tile, *rest, EDGE=EDGE, MIXED=MIXED, O=O)
+    if O.ALIBI:
+        dslope -= tl.sum(dS * tl.abs(i + diagonal - j).to(tl.float32), 1)
+    if O.STORE_DBIAS:
+        at, inside = steps.at_pairs(dbias, i, j, dbias_r, dbias_c, bias_q, bias_k, True, True, O.DBIAS_WIDE)
+        tl.store(at, dS.to(dbias.dtype.element_ty), mask=inside)
+    if O.SOFTCAP:
+        dS = dS * (1.0 - capped * capped)
+    return tl.dot(dS.to(k.dtype), k, dq, input_precision=O.PRECISION), dslope
+
+
 @triton.jit(do_not_specialize=RUN_TIME)
-def delta_kernel(
-    statistics, o, do, lse, dlse, cu_q, q_lens, batch, heads, q_len, do_b, do_h, do_r, dlse_b, dlse_h, dlse_r,
-    O: tl.constexpr,
+def dq_kernel(
+    dq, dslope, dbias, o, lse, dlse, statistics, do, q, k, v, bias, slopes, mask, full_count, full, mixed_count, mixed, mixed_bits,
+    bits, seed, cu_q, cu_k, q_lens, k_lens,
+    batch, heads, group, q_len, k_len, together, scale, softcap, left, right, threshold, inverse_keep, b0, h0, i0, j0,
+    do_b, do_h, do_r, q_b, q_h, q_r, k_b, k_h, k_r, v_b, v_h, v_r, slopes_b, bias_b, bias_h, bias_r, bias_c, bias_q,
+    bias_k, mask_b, mask_h, mask_r, mask_c, mask_q, mask_k, blocks_b, blocks_h, blocks_n, blocks_m,
+    dbias_b, dbias_h, dbias_r, dbias_c, dlse_b, dlse_h, dlse_r, O: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = O.ROWS
-    s, head, first = steps.which_tile(batch, heads, q_len, cu_q, 1, ROWS, O.PACKED, False)
-    start, span, used = steps.extent(s, batch, q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
-    if first < span:
-        at, row = steps.result(s, head, heads, q_len, start, O.DV, O.PACKED)
-        do, do_r = steps.rows_of(do, s, head, start, do_b, do_h, do_r, O.ALIGNED)
-        o_tile = steps.load_tile(o + at, row, first, used, ROWS, O.V_WIDTH, O.DV, False, True).to(tl.float32)
-        do_tile = steps.load_tile(do, do_r, first, used, ROWS, O.V_WIDTH, O.DV, False, True).to(tl.float32)
+    KEYS: tl.constexpr = O.KEYS
+    WIDTH: tl.constexpr = O.WIDTH
+    V_WIDTH: tl.constexpr = O.V_WIDTH
+    s, head, first = steps.which_tile(batch, heads, q_len, cu_q, together, ROWS, O.PACKED, True)
+    q_start, q_span, q_used = steps.extent(s, batch, q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
+    k_start, _k_span, k_used = steps.extent(s, batch, k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
+    if first < q_span:
+        kv = head // group
+        q, q_r = steps.rows_of(q, s, head, q_start, q_b, q_h, q_r, O.ALIGNED)
+        do, do_r = steps.rows_of(do, s, head, q_start, do_b, do_h, do_r, O.ALIGNED)
+        k, k_r = steps.rows_of(k, s, kv, k_start, k_b, k_h, k_r, O.ALIGNED)
+        v, v_r = steps.rows_of(v, s, kv, k_start, v_b, v_h, v_r, O.ALIGNED)
+        K = steps.source(k, k_r, k_used, KEYS, WIDTH, O.D, O.TMA)
+        V = steps.source(v, v_r, k_used, KEYS, V_WIDTH, O.DV, O.TMA)
+        diagonal = steps.diagonal(q_used, k_used, i0, j0, O)
+        bias_at, slope, mask_at, pool, draw = steps.of_head(
+            s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b, mask_h, bits, seed, O
+        )
+        dbias_at = 0
+        if O.STORE_DBIAS:
+            dbias_at = dbias + (s.to(tl.int64) * dbias_b + head.to(tl.int64) * dbias_h) * (8 if O.DBIAS_WIDE else 1)
+        terms = (
+            diagonal, k_used, left, right, slope, bias_at, bias_r, bias_c, bias_q, bias_k,
+            mask_at, mask_r, mask_c, mask_q, mask_k, pool, i0, j0,
+        )  # fmt: skip
+        rest = (scale, softcap, draw, threshold, inverse_keep, s + b0, head + h0, i0, j0, terms)
+        common = (k_r, v_r, q_used, k_used, diagonal, dbias_at, dbias_r, dbias_c, bias_q, bias_k, rest)
+
+        i = first + tl.arange(0, ROWS)[:, None]
         rows = first + tl.arange(0, ROWS)
-        sums = tl.sum(o_tile * do_tile, 1)
+        q_tile = steps.load_tile(q, q_r, first, q_used, ROWS, WIDTH, O.D, False, True)
+        do_tile = steps.load_tile(do, do_r, first, q_used, ROWS, V_WIDTH, O.DV, False, True)
+        at, o_r = steps.result(s, head, heads, q_len, q_start, O.DV, O.PACKED)
+        o_tile = steps.load_tile(o + at, o_r, first, q_used, ROWS, V_WIDTH, O.DV, False, True)
+        D = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
         if dlse is not None:
-            dlse += s.to(tl.int64) * dlse_b + head.to(tl.int64) * dlse_h + start.to(tl.int64) * dlse_r
-            sums -= tl.load(dlse + rows.to(tl.int64) * dlse_r, mask=rows < used, other=0.0)
-        lse += steps.statistic(s, head, heads, q_len, start, O.PACKED)
-        logs = tl.load(lse + rows, mask=rows < used, other=0.0)
-        L = tl.where((rows < used) & (logs != -steps.INF), logs * steps.LOG2E, steps.INF)  # from +inf comes P = 0
-        bits, delta = steps.statistics_of(statistics, s, head, batch, heads, q_len, start, O.PACKED)
-        tl.store(bits + rows, L, mask=rows < span)
-        tl.store(delta + rows, sums, mask=rows < span)
+            dlse += s.to(tl.int64) * dlse_b + head.to(tl.int64) * dlse_h + q_start.to(tl.int64) * dlse_r
+            D -= tl.load(dlse + rows.to(tl.int64) * dlse_r, mask=rows < q_used, other=0.0)
+        lse += steps.statistic(s, head, heads, q_len, q_start, O.PACKED)
+        logs = tl.load(lse + rows, mask=rows < q_used, other=0.0)
+        L = tl.where((rows < q_used) & (logs != -steps.INF), logs * steps.LOG2E, steps.INF)  # from +inf comes P = 0
+        L_at, D_at = steps.statistics_of(statistics, s, head, batch, heads, q_len, q_start, O.PACKED)
+        tl.store(L_at + rows, L, mask=rows < q_span)
+        tl.store(D_at + rows, D, mask=rows < q_span)
+        acc = tl.zeros((ROWS, WIDTH), tl.float32)
+        by_row = tl.zeros((ROWS,), tl.float32)
+        last = tl.minimum(first + ROWS, q_used)
+        lo, hi = steps.key_range(first, last, left, right, diagonal, k_used)
+        free_lo, free_hi = steps.mask_free_range(first, last, left, right, diagonal, k_used)
+        if O.BLOCKS:
+            row = steps.mask_row(s + b0, head + h0, first + i0, blocks_b, blocks_h, blocks_n)
+            known = ((first + i0) // steps.TILE < blocks_n) & (s < batch)
+            positions = (lo + j0, hi + j0, free_lo + j0, free_hi + j0)
+            full += row * blocks_m
+            mixed += row * blocks_m
+            x_lo, x_hi, _, _ = walk.live(mixed_count + row, mixed, known, *positions, KEYS, O.CUT)
+            lo, hi, a, z = walk.live(full_count + row, full, known, *positions, KEYS, O.CUT)
+        else:
+            lo, hi, a, z = walk.cut(lo, hi, free_lo, free_hi, KEYS)
+        for t in tl.range(a, z):
+            j = walk.place(t, full, j0, KEYS, O.BLOCKS)
+            acc, by_row = attend_queries(
+                acc, by_row, q_tile, do_tile, L, D, K, V, j, i, first, 0, *common, EDGE=False, MIXED=False, O=O
+            )
+        for u in tl.range(0, a - lo + hi - z):
+            j = walk.place(walk.edge(u, lo, a, z), full, j0, KEYS, O.BLOCKS)
+            acc, by_row = attend_queries(
+                acc, by_row, q_tile, do_tile, L, D, K, V, j, i, first, 0, *common, EDGE=True, MIXED=False, O=O
+            )
+        if O.BLOCKS:
+            for t in tl.range(x_lo, x_hi):
+                j = walk.place(t, mixed, j0, KEYS, True)
+                tile = tl.load(mixed_bits + row * blocks_m + t // (steps.TILE // KEYS))
+                acc, by_row = attend_queries(
+                    acc, by_row, q_tile, do_tile, L, D, K, V, j, i, first, tile, *common, EDGE=True, MIXED=True, O=O
+                )
+        at_q, row_q = steps.result(s, head, heads, q_len, q_start, O.D, O.PACKED)
+        acc = tl.where(i < q_used, acc * (scale * steps.LN2), 0.0)
+        steps.store_tile(dq + at_q, row_q, first, q_span, acc, ROWS, WIDTH, O.D)
+        if O.ALIBI:
+            at = steps.statistic(s, head, heads, q_len, q_start, O.PACKED)
+            tl.store(dslope + at + rows, by_row, mask=rows < q_used)
 
 
 @triton.jit
@@ -57,7 +161,7 @@ def attend_keys(
     rows = i0 + tl.arange(0, O.ROWS)
     q = steps.load_tile(Q, q_r, i0, q_used, O.ROWS, O.WIDTH, O.D, O.TMA, EDGE)
     S, capped = steps.scores(k, q.T, scale, softcap, O)
-    S = steps.bias_and_mask(S, rows[None, :], j, first, bits_tile, *terms, EDGE=EDGE, MIXED=MIXED, O=O)
+    S = steps.bias_and_mask(S, rows[None, :], j, i0, bits_tile, *terms, EDGE=EDGE, MIXED=MIXED, O=O)
     L = steps.row_statistic(lse, i0, q_used, steps.INF, O.ROWS, EDGE)
     P = tl.exp2(S * (scale if O.RAW else 1.0) - L[None, :])
     do = steps.load_tile(DO, do_r, i0, q_used, O.ROWS, O.V_WIDTH, O.DV, O.TMA, EDGE)
@@ -129,8 +233,8 @@ def dkdv_kernel(
                 positions = (range_lo + i0, range_hi + i0, free_lo + i0, free_hi + i0)
                 live = full + row * blocks_m
                 mixed_live = mixed + row * blocks_m
-                x_lo, x_hi, _, _ = walk.live(mixed_count + row, mixed_live, known, *positions, ROWS)
-                lo, hi, a, z = walk.live(full_count + row, live, known, *positions, ROWS)
+                x_lo, x_hi, _, _ = walk.live(mixed_count + row, mixed_live, known, *positions, ROWS, O.CUT)
+                lo, hi, a, z = walk.live(full_count + row, live, known, *positions, ROWS, O.CUT)
             else:
                 lo, hi, a, z = walk.cut(range_lo, range_hi, free_lo, free_hi, ROWS)
             for t in tl.range(a, z):
@@ -156,127 +260,6 @@ def dkdv_kernel(
         steps.store_tile(dk + at, row, first, k_span, acc_k, KEYS, WIDTH, O.D)
         at, row = steps.result(s, kv, kv_heads, k_len, k_start, O.DV, O.PACKED)
         steps.store_tile(dv + at, row, first, k_span, tl.where(used, acc_v, 0.0), KEYS, V_WIDTH, O.DV)
-
-
-@triton.jit
-def score_gradient(
-    q, k, v, do, L, D, i, j, first, j0, bits_tile, scale, softcap, seed, threshold, inverse_keep, b, h, origin_i,
-    origin_j, terms, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
-):  # fmt: skip
-    """dS (ROWS, KEYS), the gradient of the masked scores; and tanh, for the softcap's derivative."""
-    S, capped = steps.scores(q, k.T, scale, softcap, O)
-    S = steps.bias_and_mask(S, i, j, j0, bits_tile, *terms, EDGE=EDGE, MIXED=MIXED, O=O)
-    P = tl.exp2(S * (scale if O.RAW else 1.0) - L[:, None])
-    dP = tl.dot(do, v.T, input_precision=O.PRECISION)
-    if O.DROPOUT:
-        keep = steps.keep(seed, threshold, b, h, first + origin_i, j0 + origin_j, True, O)
-        dP = tl.where(keep, dP * inverse_keep, 0.0)
-    return P * (dP - D[:, None]), capped
-
-
-@triton.jit
-def attend_queries(
-    dq, dslope, q, do, L, D, K, V, j0, i, first, bits_tile, k_r, v_r, q_used, k_used, diagonal, dbias, dbias_r, dbias_c,
-    bias_q, bias_k, rest, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
-):  # fmt: skip
-    """(dq, the slope's gradient by row) with the keys [j0, j0 + KEYS) taken in; a full bias's gradient is stored."""
-    j = j0 + tl.arange(0, O.KEYS)[None, :]
-    k = steps.load_tile(K, k_r, j0, k_used, O.KEYS, O.WIDTH, O.D, O.TMA, EDGE)
-    v = steps.load_tile(V, v_r, j0, k_used, O.KEYS, O.V_WIDTH, O.DV, O.TMA, EDGE)
-    dS, capped = score_gradient(q, k, v, do, L, D, i, j, first, j0, bits_tile, *rest, EDGE=EDGE, MIXED=MIXED, O=O)
-    if O.ALIBI:
-        dslope -= tl.sum(dS * tl.abs(i + diagonal - j).to(tl.float32), 1)
-    if O.STORE_DBIAS:
-        at, inside = steps.at_pairs(dbias, i, j, dbias_r, dbias_c, bias_q, bias_k, True, True, O.DBIAS_WIDE)
-        tl.store(at, dS.to(dbias.dtype.element_ty), mask=inside)
-    if O.SOFTCAP:
-        dS = dS * (1.0 - capped * capped)
-    return tl.dot(dS.to(k.dtype), k, dq, input_precision=O.PRECISION), dslope
-
-
-@triton.jit(do_not_specialize=RUN_TIME)
-def dq_kernel(
-    dq, dslope, dbias, statistics, do, q, k, v, bias, slopes, mask, full_count, full, mixed_count, mixed, mixed_bits,
-    bits, seed, cu_q, cu_k, q_lens, k_lens,
-    batch, heads, group, q_len, k_len, together, scale, softcap, left, right, threshold, inverse_keep, b0, h0, i0, j0,
-    do_b, do_h, do_r, q_b, q_h, q_r, k_b, k_h, k_r, v_b, v_h, v_r, slopes_b, bias_b, bias_h, bias_r, bias_c, bias_q,
-    bias_k, mask_b, mask_h, mask_r, mask_c, mask_q, mask_k, blocks_b, blocks_h, blocks_n, blocks_m,
-    dbias_b, dbias_h, dbias_r, dbias_c, O: tl.constexpr,
-):  # fmt: skip
-    ROWS: tl.constexpr = O.ROWS
-    KEYS: tl.constexpr = O.KEYS
-    WIDTH: tl.constexpr = O.WIDTH
-    V_WIDTH: tl.constexpr = O.V_WIDTH
-    s, head, first = steps.which_tile(batch, heads, q_len, cu_q, together, ROWS, O.PACKED, True)
-    q_start, q_span, q_used = steps.extent(s, batch, q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
-    k_start, _k_span, k_used = steps.extent(s, batch, k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
-    if first < q_span:
-        kv = head // group
-        q, q_r = steps.rows_of(q, s, head, q_start, q_b, q_h, q_r, O.ALIGNED)
-        do, do_r = steps.rows_of(do, s, head, q_start, do_b, do_h, do_r, O.ALIGNED)
-        k, k_r = steps.rows_of(k, s, kv, k_start, k_b, k_h, k_r, O.ALIGNED)
-        v, v_r = steps.rows_of(v, s, kv, k_start, v_b, v_h, v_r, O.ALIGNED)
-        K = steps.source(k, k_r, k_used, KEYS, WIDTH, O.D, O.TMA)
-        V = steps.source(v, v_r, k_used, KEYS, V_WIDTH, O.DV, O.TMA)
-        diagonal = steps.diagonal(q_used, k_used, i0, j0, O)
-        bias_at, slope, mask_at, pool, draw = steps.of_head(
-            s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b, mask_h, bits, seed, O
-        )
-        dbias_at = 0
-        if O.STORE_DBIAS:
-            dbias_at = dbias + (s.to(tl.int64) * dbias_b + head.to(tl.int64) * dbias_h) * (8 if O.DBIAS_WIDE else 1)
-        terms = (
-            diagonal, k_used, left, right, slope, bias_at, bias_r, bias_c, bias_q, bias_k,
-            mask_at, mask_r, mask_c, mask_q, mask_k, pool, i0, j0,
-        )  # fmt: skip
-        rest = (scale, softcap, draw, threshold, inverse_keep, s + b0, head + h0, i0, j0, terms)
-        common = (k_r, v_r, q_used, k_used, diagonal, dbias_at, dbias_r, dbias_c, bias_q, bias_k, rest)
-
-        i = first + tl.arange(0, ROWS)[:, None]
-        rows = first + tl.arange(0, ROWS)
-        lse, delta = steps.statistics_of(statistics, s, head, batch, heads, q_len, q_start, O.PACKED)
-        L = steps.row_statistic(lse, first, q_used, steps.INF, ROWS, True)
-        D = steps.row_statistic(delta, first, q_used, 0.0, ROWS, True)
-        q_tile = steps.load_tile(q, q_r, first, q_used, ROWS, WIDTH, O.D, False, True)
-        do_tile = steps.load_tile(do, do_r, first, q_used, ROWS, V_WIDTH, O.DV, False, True)
-        acc = tl.zeros((ROWS, WIDTH), tl.float32)
-        by_row = tl.zeros((ROWS,), tl.float32)
-        last = tl.minimum(first + ROWS, q_used)
-        lo, hi = steps.key_range(first, last, left, right, diagonal, k_used)
-        free_lo, free_hi = steps.mask_free_range(first, last, left, right, diagonal, k_used)
-        if O.BLOCKS:
-            row = steps.mask_row(s + b0, head + h0, first + i0, blocks_b, blocks_h, blocks_n)
-            known = ((first + i0) // steps.TILE < blocks_n) & (s < batch)
-            positions = (lo + j0, hi + j0, free_lo + j0, free_hi + j0)
-            full += row * blocks_m
-            mixed += row * blocks_m
-            x_lo, x_hi, _, _ = walk.live(mixed_count + row, mixed, known, *positions, KEYS)
-            lo, hi, a, z = walk.live(full_count + row, full, known, *positions, KEYS)
-        else:
-            lo, hi, a, z = walk.cut(lo, hi, free_lo, free_hi, KEYS)
-        for t in tl.range(a, z):
-            j = walk.place(t, full, j0, KEYS, O.BLOCKS)
-            acc, by_row = attend_queries(
-                acc, by_row, q_tile, do_tile, L, D, K, V, j, i, first, 0, *common, EDGE=False, MIXED=False, O=O
-            )
-        for u in tl.range(0, a - lo + hi - z):
-            j = walk.place(walk.edge(u, lo, a, z), full, j0, KEYS, O.BLOCKS)
-            acc, by_row = attend_queries(
-                acc, by_row, q_tile, do_tile, L, D, K, V, j, i, first, 0, *common, EDGE=True, MIXED=False, O=O
-            )
-        if O.BLOCKS:
-            for t in tl.range(x_lo, x_hi):
-                j = walk.place(t, mixed, j0, KEYS, True)
-                tile = tl.load(mixed_bits + row * blocks_m + t // (steps.TILE // KEYS))
-                acc, by_row = attend_queries(
-                    acc, by_row, q_tile, do_tile, L, D, K, V, j, i, first, tile, *common, EDGE=True, MIXED=True, O=O
-                )
-        at_q, row_q = steps.result(s, head, heads, q_len, q_start, O.D, O.PACKED)
-        acc = tl.where(i < q_used, acc * (scale * steps.LN2), 0.0)
-        steps.store_tile(dq + at_q, row_q, first, q_span, acc, ROWS, WIDTH, O.D)
-        if O.ALIBI:
-            at = steps.statistic(s, head, heads, q_len, q_start, O.PACKED)
-            tl.store(dslope + at + rows, by_row, mask=rows < q_used)
 
 
 @triton.jit(do_not_specialize=RUN_TIME)

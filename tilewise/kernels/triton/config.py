@@ -46,7 +46,7 @@ class Row:
 
 
 KINDS = ("plain", "dressed", "full", "long", "window", "blocks", "bias")
-DIRECTIONS = ("forward", "dkdv", "dq", "dbias", "delta")
+DIRECTIONS = ("forward", "dkdv", "dq", "dbias")
 WIDTHS = (16, 32, 64, 128, 256, 512)
 Table = dict[tuple[str, int, int], Row]  # by kernel, padded head size, bytes of an element
 
@@ -93,8 +93,6 @@ TABLES: dict[str, Table] = {
         ("dbias", (128,), (2,)): _same(32, 32, 4, _ARITHMETIC),
         ("dbias", (128,), (4,)): _same(16, 16, 4, _ARITHMETIC),
         ("dbias", (256, 512), (2, 4)): _same(16, 16, 4, _ARITHMETIC),
-        ("delta", (16, 32, 64, 128), (2, 4)): _same(64, 64, 4, "compiled, no spills, 0.2 KiB"),
-        ("delta", (256, 512), (2, 4)): _same(16, 16, 4, _ARITHMETIC),
     }),
     # AMD: 64 KiB, 512 vector registers a thread, no descriptors.
     "hip": _table({
@@ -177,7 +175,7 @@ TABLES: dict[str, Table] = {
         ("dkdv", WIDTHS, (2, 4)): Row(Config(16, 32, 4, 1), Config(16, 32, 4, 1), _INTERPRETED),
         **{
             (name, WIDTHS, (2, 4)): Row(Config(32, 16, 4, 1), Config(32, 16, 4, 1), _INTERPRETED)
-            for name in ("forward", "dq", "dbias", "delta")
+            for name in ("forward", "dq", "dbias")
         },
     }),
 }  # fmt: skip
@@ -226,7 +224,7 @@ _CHOICES = {
 
 
 def choose(problem: Problem, direction: str) -> Config:
-    """The configuration of a kernel: "forward", "delta", "dkdv", "dq" or "dbias"."""
+    """The configuration of a kernel: "forward", "dkdv", "dq" or "dbias"."""
     arch = problem.device if problem.device in ORDER else UNKNOWN
     wide = max(problem.qk_dim, problem.v_dim)
     width = 1 << (wide - 1).bit_length() if wide > 16 else 16
@@ -270,8 +268,6 @@ def shared_bound(config: Config, direction: str, width: int, itemsize: int, dres
     buffers and once more in another layout. Tiles that are loaded by one stage and no descriptor often share their
     place; the 16 x 16 rows of the largest heads rely on it. Dressed, 512 columns take twice as much for exchanges (sm90).
     """
-    if direction == "delta":
-        return 2048
     side, other = (config.keys, config.rows) if direction == "dkdv" else (config.rows, config.keys)
     line = width * itemsize
     stays = (1 if direction == "forward" else 2) * side * line

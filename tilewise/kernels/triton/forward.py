@@ -79,8 +79,8 @@ def forward_kernel(
             full += row * blocks_m
             mixed += row * blocks_m
             mixed_bits += row * blocks_m
-            x_lo, x_hi, _, _ = walk.live(mixed_count + row, mixed, known, *positions, KEYS)
-            lo, hi, a, z = walk.live(full_count + row, full, known, *positions, KEYS)
+            x_lo, x_hi, _, _ = walk.live(mixed_count + row, mixed, known, *positions, KEYS, O.CUT)
+            lo, hi, a, z = walk.live(full_count + row, full, known, *positions, KEYS, O.CUT)
         else:
             lo, hi, a, z = walk.cut(lo, hi, free_lo, free_hi, KEYS)
         for t in tl.range(a, z):

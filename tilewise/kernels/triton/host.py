@@ -12,7 +12,7 @@ from torch import Tensor
 from ...block_mask import BlockMask, TileLists
 from ...problem import Aux, Grads, Layout, Origin, Problem
 from . import config
-from .backward import dbias_kernel, delta_kernel, dkdv_kernel, dq_kernel, per_head_kernel
+from .backward import dbias_kernel, dkdv_kernel, dq_kernel, per_head_kernel
 from .forward import forward_kernel
 from .launch import Ready
 from .options import NO_PAIRS, Options, Pairs
@@ -47,7 +47,7 @@ def _forward(problem: Problem, precision: str, origin: Origin, apart: Apart, *of
     return Ready(
         forward_kernel, (_tiles(problem, problem.q_len, cfg.rows) * problem.heads,),
         (*_common(problem, origin, _together(problem)), *steps, *_numbers(apart)),
-        {"O": Options.of(problem, cfg, is_aligned, _runs(origin), precision, *apart[1:3])}, cfg.warps, cfg.stages,
+        {"O": Options.of(problem, cfg, is_aligned, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages,
     )  # fmt: skip
 
 
@@ -66,9 +66,8 @@ def backward(
     statistics = q.new_empty(start.statistics, dtype=torch.float32)
     by_row = torch.empty_like(lse) if problem.alibi else None
     by_query = (statistics, do, *pointers(q, k, v, aux, by_query=True))
-    start.delta(statistics, o, do, lse, dlse, aux.cu_q, aux.q_lens)
+    start.dq(dq, by_row, dbias if start.broadcast_dbias is None else None, o, lse, dlse, *by_query)
     start.dkdv(dk, dv, statistics, do, *pointers(q, k, v, aux, by_query=False))
-    start.dq(dq, by_row, dbias if start.broadcast_dbias is None else None, *by_query)
     if start.broadcast_dbias is not None:
         start.broadcast_dbias(dbias, *by_query)
     if start.per_head is None and dbias is None:
@@ -98,9 +97,8 @@ class _Backward(NamedTuple):
     """The launches of a backward, in their order."""
 
     statistics: int  # numbers in its scratch memory
-    delta: Ready
-    dkdv: Ready
     dq: Ready
+    dkdv: Ready
     broadcast_dbias: Ready | None
     per_head: Ready | None
 
@@ -118,23 +116,11 @@ def _backward(
         broadcast = _broadcast_dbias(problem, precision, origin, by_query, dbias, of_dbias[:4], *of_rows)
     return _Backward(
         _statistics(problem),
-        _delta(problem, precision, of_rows[0], of_dlse),
+        _dq(problem, precision, origin, by_query, of_dbias if full else None, of_dlse, *of_rows),
         _dkdv(problem, precision, origin, by_key, *of_rows),
-        _dq(problem, precision, origin, by_query, of_dbias if full else None, *of_rows),
         broadcast,
         _per_head(problem, precision) if problem.alibi or problem.sink else None,
     )
-
-
-def _delta(problem: Problem, precision: str, of_do: Strides, of_dlse: Strides | None) -> Ready:
-    cfg = config.choose(problem, "delta")
-    is_aligned, steps = strides(of_do)
-    along = (0,) * 3 if of_dlse is None else (*(0,) * (3 - len(of_dlse)), *of_dlse)
-    return Ready(
-        delta_kernel, (_tiles(problem, problem.q_len, cfg.rows) * problem.heads,),
-        (problem.batch, problem.heads, problem.q_len, *steps, *along),
-        {"O": Options.of(problem, cfg, is_aligned, True, precision)}, cfg.warps, cfg.stages,
-    )  # fmt: skip
 
 
 def _dkdv(problem: Problem, precision: str, origin: Origin, apart: Apart, *of_rows: Strides) -> Ready:
@@ -144,20 +130,23 @@ def _dkdv(problem: Problem, precision: str, origin: Origin, apart: Apart, *of_ro
     return Ready(
         dkdv_kernel, (_tiles(problem, problem.k_len, cfg.keys) * problem.kv_heads,),
         (*_common(problem, origin, together), *steps, *_numbers(apart)),
-        {"O": Options.of(problem, cfg, is_aligned, _runs(origin), precision, *apart[1:3])}, cfg.warps, cfg.stages,
+        {"O": Options.of(problem, cfg, is_aligned, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages,
     )  # fmt: skip
 
 
 def _dq(
-    problem: Problem, precision: str, origin: Origin, apart: Apart, dbias: Pairs | None,
+    problem: Problem, precision: str, origin: Origin, apart: Apart, dbias: Pairs | None, of_dlse: Strides | None,
     *of_rows: Strides,
 ) -> Ready:  # fmt: skip
     cfg = config.choose(problem, "dq")
     is_aligned, steps = strides(*of_rows)
+    along = (0,) * 3 if of_dlse is None else (*(0,) * (3 - len(of_dlse)), *of_dlse)
     return Ready(
         dq_kernel, (_tiles(problem, problem.q_len, cfg.rows) * problem.heads,),
-        (*_common(problem, origin, _together(problem)), *steps, *_numbers(apart), *(dbias or NO_PAIRS).numbers[:4]),
-        {"O": Options.of(problem, cfg, is_aligned, _runs(origin), precision, *apart[1:3], dbias)}, cfg.warps, cfg.stages,
+        (
+            *_common(problem, origin, _together(problem)), *steps, *_numbers(apart), *(dbias or NO_PAIRS).numbers[:4], *along,
+        ),
+        {"O": Options.of(problem, cfg, is_aligned, origin, precision, *apart[1:3], dbias)}, cfg.warps, cfg.stages,
     )  # fmt: skip
 
 
@@ -171,15 +160,15 @@ def _broadcast_dbias(
     return Ready(
         dbias_kernel, (b * h * -(-rows // cfg.rows) * -(-keys // cfg.keys),),
         (*_common(problem, origin, 1), *steps, *_numbers(apart), *of_dbias),
-        {"O": Options.of(problem, cfg, is_aligned, _runs(origin), precision, *apart[1:3])}, cfg.warps, cfg.stages,
+        {"O": Options.of(problem, cfg, is_aligned, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages,
     )  # fmt: skip
 
 
 def _per_head(problem: Problem, precision: str) -> Ready:
-    cfg = config.choose(problem, "delta")
+    cfg = config.choose(problem, "dq")
     return Ready(
         per_head_kernel, (problem.batch * problem.heads,), (problem.batch, problem.heads, problem.q_len),
-        {"O": Options.of(problem, cfg, False, True, precision)}, cfg.warps, cfg.stages,
+        {"O": Options.of(problem, cfg, False, (0, 0, 0, 0), precision)}, 4, 1,
     )  # fmt: skip
 
 
@@ -256,7 +245,7 @@ def pointers(q: Tensor, k: Tensor, v: Tensor, aux: Aux, by_query: bool) -> tuple
     lists: tuple[Tensor | None, ...] = _NO_LISTS
     if isinstance(aux.mask, BlockMask):
         tiles: TileLists = aux.mask.query_major if by_query else aux.mask.key_major
-        lists = (*tiles, aux.mask.bits)
+        lists = (*tiles, aux.mask.bits if by_query else aux.mask.turned)
     elif aux.mask is not None:
         mask = aux.mask.view(torch.uint8)
     return (
@@ -324,7 +313,3 @@ def _together(problem: Problem) -> int:
         return 1
     size = max(problem.k_len, 1) * (problem.qk_dim + problem.v_dim) * problem.dtype.itemsize
     return max(1, min(TOGETHER_BYTES // size, 32)) * problem.group
-
-
-def _runs(origin: Origin) -> bool:
-    return origin[2] % 16 == 0 and origin[3] % 16 == 0

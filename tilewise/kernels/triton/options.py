@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...problem import Layout, Problem
+from ...problem import Layout, Origin, Problem
 from .config import Config
 
 
@@ -70,6 +70,7 @@ class Options:
     SINK: bool
     BOOL: bool
     BLOCKS: bool
+    CUT: bool  # MIXED tiles may lie across the Band's edge or the last key: their bits do not say all
     DROPOUT: bool
     RUNS: bool  # dropout's coordinates start at multiples of 16, and tiles have two such runs on each side
     HEADROOM: int  # bits that P may lie above 1: of fp16, whose least number is near
@@ -85,7 +86,7 @@ class Options:
 
     @classmethod
     def of(
-        cls, problem: Problem, config: Config, aligned: bool, runs: bool, precision: str, bias: Pairs = NO_PAIRS,
+        cls, problem: Problem, config: Config, aligned: bool, origin: Origin, precision: str, bias: Pairs = NO_PAIRS,
         mask: Pairs = NO_PAIRS, dbias: Pairs | None = None,
     ) -> Options:  # fmt: skip
         return cls(
@@ -95,9 +96,13 @@ class Options:
             LEFT=problem.band.left is not None, RIGHT=problem.band.right is not None, TOP_LEFT=problem.band.align == "top_left",
             RAW=problem.scale > 0 and not (problem.softcap or problem.bias or problem.alibi),
             SOFTCAP=problem.softcap > 0, BIAS=problem.bias is not None, ALIBI=problem.alibi, SINK=problem.sink,
-            BOOL=problem.mask == "bool", BLOCKS=problem.mask == "blocks", DROPOUT=problem.dropout_p > 0,
+            BOOL=problem.mask == "bool", BLOCKS=problem.mask == "blocks",
+            CUT=problem.mask == "blocks" and (
+                origin != (0, 0, 0, 0) or problem.k_lens or problem.q_layout is Layout.PACKED or not problem.band.is_full
+            ),
+            DROPOUT=problem.dropout_p > 0,
             # On tiles with one run a side Triton 3.6 drew wrong bits now and then (H200, wide heads, a boolean mask).
-            RUNS=runs and min(config.rows, config.keys) >= 32,
+            RUNS=not (origin[2] % 16 or origin[3] % 16) and min(config.rows, config.keys) >= 32,
             HEADROOM=12 if problem.dtype is torch.float16 else 0, PRECISION=precision,
             BIAS_ROWS=problem.bias is not None and problem.bias.rows,
             BIAS_KEYS=problem.bias is not None and problem.bias.keys, BIAS_WIDE=bias.wide,

@@ -313,20 +313,22 @@ def bool_mask(S, mask, i, j, row, column, i_end, j_end, ROWS: tl.constexpr, KEYS
 
 
 @triton.jit
-def bits_mask(S, bits, tile, i, j, j_first, KEYS: tl.constexpr):
-    """-inf where a BlockMask's bit tile hides the pair. i, j: positions in the mask; tile: row of its pool of bits.
+def bits_mask(S, bits, tile, a, b0):
+    """-inf where a BlockMask's bit tile hides the pair.
 
-    A row's bits come in words of 32 keys, (128, 4) int32 a tile: each is loaded once a row and spread over its keys.
+    tile: row of the pool of bits. a: positions in the mask along S's first side; b0: the first position along the other.
+    The pool has (128, 4) int32 a tile, words of 32 positions along S's other side. b is counted from the tile's first
+    column, so that which word a register's pair is in, and its bit, are known before the loop.
     """
-    WORDS: tl.constexpr = (KEYS + 31) // 32
-    at = bits + tile.to(tl.int64) * (TILE * TILE // 32) + i % TILE * (TILE // 32) + j_first % TILE // 32
-    bit = j - j_first  # known when the kernel is compiled, as j is not
-    if KEYS < 32:
-        bit += j_first % 32
+    SIDE: tl.constexpr = S.shape[1]
+    at = bits + tile.to(tl.int64) * (TILE * TILE // 32) + a % TILE * (TILE // 32) + b0 % TILE // 32
+    b = tl.arange(0, SIDE)[None, :]
     word = tl.load(at)
-    for n in tl.static_range(1, WORDS):
-        word = tl.where(bit // 32 == n, tl.load(at + n), word)
-    return tl.where((word >> (bit % 32)) & 1 != 0, S, -INF)
+    if SIDE < 32:
+        word = word >> (b0 % 32)
+    for n in tl.static_range(1, SIDE // 32):
+        word = tl.where(b & -32 == 32 * n, tl.load(at + n), word)
+    return tl.where(word & (1 << (b & 31)) != 0, S, -INF)
 
 
 @triton.jit
@@ -345,13 +347,13 @@ def alibi(S, slope, i, j, diagonal):
 
 @triton.jit
 def bias_and_mask(
-    S, i, j, j_first, bits_tile, diagonal, k_used, left, right, slope, bias, bias_r, bias_c, bias_q, bias_k,
+    S, i, j, b0, bits_tile, diagonal, k_used, left, right, slope, bias, bias_r, bias_c, bias_q, bias_k,
     mask, mask_r, mask_c, mask_q, mask_k, bits, i0, j0, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
 ):  # fmt: skip
     """Add bias and ALiBi to a tile of scores, and put -inf where row i may not see key j.
 
-    i, j: positions in the sequence, one along each side; j_first: the first of the keys. EDGE: the tile may cross the Band's edge or the last key.
-    MIXED: it lies in the BlockMask's bit tile `bits_tile`.
+    i, j: positions in the sequence, one along each side; b0: the first along S's second. EDGE: the tile may cross the
+    Band's edge or the last key. MIXED: it lies in the BlockMask's bit tile `bits_tile`, whose bits end with the keys.
     """
     if O.BIAS:
         S = add_bias(S, bias, i, j, bias_r, bias_c, bias_q, bias_k, O.BIAS_ROWS, O.BIAS_KEYS, O.BIAS_WIDE)
@@ -360,8 +362,12 @@ def bias_and_mask(
     if O.BOOL:
         S = bool_mask(S, mask, i, j, mask_r, mask_c, mask_q, mask_k, O.MASK_ROWS, O.MASK_KEYS, O.MASK_WIDE)
     if MIXED:
-        S = bits_mask(S, bits, bits_tile, i + i0, j + j0, j_first + j0, O.KEYS)
-    if EDGE:
+        S = (
+            bits_mask(S, bits, bits_tile, i + i0, b0 + j0)
+            if j.shape[0] == 1
+            else bits_mask(S, bits, bits_tile, j + j0, b0 + i0)
+        )
+    if EDGE and (O.CUT or not MIXED):
         S = band_mask(S, i, j, diagonal, left, right, k_used, O.LEFT, O.RIGHT)
     return S
 

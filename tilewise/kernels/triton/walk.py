@@ -22,18 +22,24 @@ def cut(lo, hi, free_lo, free_hi, SIDE: tl.constexpr):
 
 
 @triton.jit
-def live(count, list, known, lo, hi, free_lo, free_hi, SIDE: tl.constexpr):
+def live(count, list, known, lo, hi, free_lo, free_hi, SIDE: tl.constexpr, CUT: tl.constexpr):
     """The same of an ascending list of a BlockMask's tiles: numbers count the tiles of SIDE in its entries.
 
-    lo ... free_hi: positions in the mask. known: False where the mask does not reach.
+    lo ... free_hi: positions in the mask. known: False where the mask does not reach. Without CUT all of the list is
+    wanted, and only its last tile may reach past the sequence's end.
     """
-    n = tl.load(count, mask=known, other=0)
-    first = below(list, n, lo // steps.TILE)
-    end = tl.maximum(below(list, n, tl.where(hi > lo, (hi + steps.TILE - 1) // steps.TILE, 0)), first)
-    a = tl.minimum(tl.maximum(below(list, n, (free_lo + steps.TILE - 1) // steps.TILE), first), end)
-    z = tl.minimum(tl.maximum(below(list, n, free_hi // steps.TILE), a), end)
     PARTS: tl.constexpr = steps.TILE // SIDE
-    return first * PARTS, end * PARTS, a * PARTS, z * PARTS
+    n = tl.load(count, mask=known, other=0)
+    if CUT:
+        first = below(list, n, lo // steps.TILE)
+        end = tl.maximum(below(list, n, tl.where(hi > lo, (hi + steps.TILE - 1) // steps.TILE, 0)), first)
+        a = tl.minimum(tl.maximum(below(list, n, (free_lo + steps.TILE - 1) // steps.TILE), first), end)
+        z = tl.minimum(tl.maximum(below(list, n, free_hi // steps.TILE), a), end)
+        return first * PARTS, end * PARTS, a * PARTS, z * PARTS
+    else:
+        last = tl.load(list + n - 1, mask=n > 0, other=0)
+        whole = n - ((n > 0) & (last >= free_hi // steps.TILE)).to(tl.int32)
+        return n * 0, n * PARTS, n * 0, whole * PARTS
 
 
 @triton.jit
