@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from cases import LAYOUTS, Case, laid_out
-from close import evaluate
+from close import assert_close, evaluate
 from test_attention import kept
 from test_contract import assert_same, part, same
 from torch import Tensor
 
 import tilewise
 from tilewise import Band, causal
+from tilewise.kernels.triton import host
 
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
 
@@ -49,6 +50,21 @@ def test_results_repeat_bit_for_bit(name: str, backend: str) -> None:
     first = CASES[name].run(backend, deterministic=True)
     assert_same(CASES[name].run(backend, deterministic=True), first)
     assert_same(replace(CASES[name], grad=False).run(backend), {result: first[result] for result in ("o", "lse")})
+
+
+IN_FP32 = {name: replace(case, dtype=F32) for name, case in CASES.items()} | {
+    "grouped heads, unequal sizes": Case(heads=4, kv_heads=2, q_len=20, k_len=35, dim=40, v_dim=24),
+    "packed": Case(batch=3, q_len=40, k_len=40, cu_q=(0, 7, 30, 40), band=causal),
+    "broadcast bias": Case(batch=2, heads=2, q_len=20, k_len=35, bias_dims="k"),
+}
+
+
+@pytest.mark.parametrize("name", IN_FP32)
+def test_fp32_of_six_bf16_products_is_exact_too(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Hopper; the interpreter's own products are fp32."""
+    monkeypatch.setattr(host, "precision", lambda problem: "bf16x6")
+    inputs = IN_FP32[name].build()
+    assert_close(IN_FP32[name].run(backend, inputs), **inputs)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tilewise import Band, BlockMask
 from tilewise.algorithm import dropout
@@ -35,6 +37,82 @@ def test_tanh_is_right_to_a_few_roundings_and_near_zero_too() -> None:
     expected = torch.tanh(x.double())
     tanh_kernel[(1,)](x, 2048)
     assert ((x.double() - expected).abs() <= 2.5e-7 * expected.abs()).all()
+
+
+@dataclass(frozen=True)
+class Products:
+    PRECISION: str
+
+
+@triton.jit
+def product_kernel(out, a, b, acc, M: tl.constexpr, D: tl.constexpr, N: tl.constexpr, O: tl.constexpr):
+    m, d, n = tl.arange(0, M), tl.arange(0, D), tl.arange(0, N)
+    x = steps.parts(tl.load(a + m[:, None] * D + d[None, :]), O)
+    y = steps.turned(steps.parts(tl.load(b + n[:, None] * D + d[None, :]), O))
+    at = m[:, None] * N + n[None, :]
+    tl.store(out + at, steps.product(x, y, None, O) if acc is None else steps.product(x, y, tl.load(acc + at), O))
+
+
+def product(a: Tensor, b: Tensor, acc: Tensor | None = None, precision: str = "bf16x6") -> Tensor:
+    """acc + a b^T by `steps.product`."""
+    out = torch.empty(len(a), len(b))
+    product_kernel[(1,)](out, a, b, acc, *a.shape, len(b), Products(precision))
+    return out
+
+
+@pytest.mark.parametrize("precision", ["bf16x6", "ieee"])
+@pytest.mark.parametrize("d", [16, 64])
+@pytest.mark.parametrize("make", [torch.randn, torch.rand])
+def test_a_product_has_the_error_of_fp32(make: Callable[..., Tensor], d: int, precision: str) -> None:
+    torch.manual_seed(0)
+    a, b, acc = make(64, d), make(64, d), make(64, 64)
+    for start in (None, acc):
+        exact = a.double() @ b.double().T + (0 if start is None else start)
+        ours, plain = (
+            (x.double() - exact).square().mean().sqrt()
+            for x in (product(a, b, start, precision), a @ b.T + (0 if start is None else start))
+        )
+        assert ours <= 2 * plain
+
+
+@triton.jit
+def parts_kernel(out, x, N: tl.constexpr, O: tl.constexpr):
+    n = tl.arange(0, N)
+    high, middle, low = steps.parts(tl.load(x + n), O)
+    tl.store(out + n, high.to(tl.float32))
+    tl.store(out + N + n, middle.to(tl.float32))
+    tl.store(out + 2 * N + n, low.to(tl.float32))
+
+
+def test_parts_add_up_to_the_number_and_have_its_sign() -> None:
+    largest, least = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+    x = torch.cat([torch.randn(1020) * torch.logspace(-32, 38, 1020), torch.tensor([largest, -largest, least, 0.0])])
+    out = torch.empty(3, 1024)
+    parts_kernel[(1,)](out, x, 1024, Products("bf16x6"))
+    assert torch.equal(out, out.bfloat16().float())
+    assert (out.sign() * x.sign() >= 0).all()
+    wrong = (out.double().sum(0) - x.double()).abs()
+    assert (wrong[x.abs() >= 2.0**-110] == 0).all()
+    assert (wrong < 2.0**-133).all()  # bf16's least number
+
+
+def test_a_product_meets_inf_nan_and_the_largest_numbers_as_fp32_does() -> None:
+    """Some rows of a have one of them. Lower parts of b are often 0, which with inf make NaN."""
+    largest = torch.finfo(torch.float32).max
+    torch.manual_seed(0)
+    b = torch.cat([torch.randn(8, 16), torch.randn(8, 16).bfloat16().float()])
+    b[:4] = b[:4].sign() * 0.998
+    b[-1] = 0.0
+    a = torch.randn(16, 16)
+    for row, value in enumerate((torch.inf, -torch.inf, torch.nan, largest, -largest, 3.4e38, 2.0**-126, 2.0**-149)):
+        a[row, row] = value
+    a[8, :2], a[9, :2] = torch.inf, torch.tensor([torch.inf, -torch.inf])
+    for x, y in ((a, b), (b, a)):
+        got, exact = product(x, y), (x.double() @ y.double().T).float()
+        torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5, equal_nan=True)
+    spoilt = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0]).repeat(64).view(16, 16)
+    got, exact = product(a, b, spoilt), (a.double() @ b.double().T).float() + spoilt
+    torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @triton.jit

@@ -28,10 +28,10 @@ def score_gradient(
     origin_j, terms, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
 ):  # fmt: skip
     """dS (ROWS, KEYS), the gradient of the masked scores; and tanh, for the softcap's derivative."""
-    S, capped = steps.scores(q, k.T, scale, softcap, O)
+    S, capped = steps.scores(q, steps.turned(k), scale, softcap, O)
     S = steps.bias_and_mask(S, i, j, j0, bits_tile, *terms, EDGE=EDGE, MIXED=MIXED, O=O)
     P = tl.exp2(S * (scale if O.RAW else 1.0) - L[:, None])
-    dP = tl.dot(do, v.T, input_precision=O.PRECISION)
+    dP = steps.product(do, steps.turned(v), None, O)
     if O.DROPOUT:
         keep = steps.keep(seed, threshold, b, h, first + origin_i, j0 + origin_j, True, O)
         dP = tl.where(keep, dP * inverse_keep, 0.0)
@@ -45,8 +45,9 @@ def attend_queries(
 ):  # fmt: skip
     """(dq, the slope's gradient by row) with the keys [j0, j0 + KEYS) taken in; a full bias's gradient is stored."""
     j = j0 + tl.arange(0, O.KEYS)[None, :]
-    k = steps.load_tile(K, k_r, j0, k_used, O.KEYS, O.WIDTH, O.D, O.TMA, EDGE)
-    v = steps.load_tile(V, v_r, j0, k_used, O.KEYS, O.V_WIDTH, O.DV, O.TMA, EDGE)
+    k_tile = steps.load_tile(K, k_r, j0, k_used, O.KEYS, O.WIDTH, O.D, O.TMA, EDGE)
+    k = steps.parts(k_tile, O)
+    v = steps.parts(steps.load_tile(V, v_r, j0, k_used, O.KEYS, O.V_WIDTH, O.DV, O.TMA, EDGE), O)
     dS, capped = score_gradient(q, k, v, do, L, D, i, j, first, j0, bits_tile, *rest, EDGE=EDGE, MIXED=MIXED, O=O)
     if O.ALIBI:
         dslope -= tl.sum(dS * tl.abs(i + diagonal - j).to(tl.float32), 1)
@@ -55,7 +56,7 @@ def attend_queries(
         tl.store(at, dS.to(dbias.dtype.element_ty), mask=inside)
     if O.SOFTCAP:
         dS = dS * (1.0 - capped * capped)
-    return tl.dot(dS.to(k.dtype), k, dq, input_precision=O.PRECISION), dslope
+    return steps.product(steps.parts(dS.to(k_tile.dtype), O), k, dq, O), dslope
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
@@ -112,6 +113,8 @@ def dq_kernel(
         L_at, D_at = steps.statistics_of(statistics, s, head, batch, heads, q_len, q_start, O.PACKED)
         tl.store(L_at + rows, L, mask=rows < q_span)
         tl.store(D_at + rows, D, mask=rows < q_span)
+        q_parts = steps.parts(q_tile, O)
+        do_parts = steps.parts(do_tile, O)
         acc = tl.zeros((ROWS, WIDTH), tl.float32)
         by_row = tl.zeros((ROWS,), tl.float32)
         last = tl.minimum(first + ROWS, q_used)
@@ -130,19 +133,19 @@ def dq_kernel(
         for t in tl.range(a, z):
             j = walk.place(t, full, j0, KEYS, O.BLOCKS)
             acc, by_row = attend_queries(
-                acc, by_row, q_tile, do_tile, L, D, K, V, j, i, first, 0, *common, EDGE=False, MIXED=False, O=O
+                acc, by_row, q_parts, do_parts, L, D, K, V, j, i, first, 0, *common, EDGE=False, MIXED=False, O=O
             )
         for u in tl.range(0, a - lo + hi - z):
             j = walk.place(walk.edge(u, lo, a, z), full, j0, KEYS, O.BLOCKS)
             acc, by_row = attend_queries(
-                acc, by_row, q_tile, do_tile, L, D, K, V, j, i, first, 0, *common, EDGE=True, MIXED=False, O=O
+                acc, by_row, q_parts, do_parts, L, D, K, V, j, i, first, 0, *common, EDGE=True, MIXED=False, O=O
             )
         if O.BLOCKS:
             for t in tl.range(x_lo, x_hi):
                 j = walk.place(t, mixed, j0, KEYS, True)
                 tile = tl.load(mixed_bits + row * blocks_m + t // (steps.TILE // KEYS))
                 acc, by_row = attend_queries(
-                    acc, by_row, q_tile, do_tile, L, D, K, V, j, i, first, tile, *common, EDGE=True, MIXED=True, O=O
+                    acc, by_row, q_parts, do_parts, L, D, K, V, j, i, first, tile, *common, EDGE=True, MIXED=True, O=O
                 )
         at_q, row_q = steps.result(s, head, heads, q_len, q_start, O.D, O.PACKED)
         acc = tl.where(i < q_used, acc * (scale * steps.LN2), 0.0)
@@ -159,24 +162,26 @@ def attend_keys(
 ):  # fmt: skip
     """(dk, dv) of the keys from `first` on, with the queries [i0, i0 + ROWS) taken in. Tiles are (KEYS, ROWS)."""
     rows = i0 + tl.arange(0, O.ROWS)
-    q = steps.load_tile(Q, q_r, i0, q_used, O.ROWS, O.WIDTH, O.D, O.TMA, EDGE)
-    S, capped = steps.scores(k, q.T, scale, softcap, O)
+    q_tile = steps.load_tile(Q, q_r, i0, q_used, O.ROWS, O.WIDTH, O.D, O.TMA, EDGE)
+    q = steps.parts(q_tile, O)
+    S, capped = steps.scores(k, steps.turned(q), scale, softcap, O)
     S = steps.bias_and_mask(S, rows[None, :], j, i0, bits_tile, *terms, EDGE=EDGE, MIXED=MIXED, O=O)
     L = steps.row_statistic(lse, i0, q_used, steps.INF, O.ROWS, EDGE)
     P = tl.exp2(S * (scale if O.RAW else 1.0) - L[None, :])
-    do = steps.load_tile(DO, do_r, i0, q_used, O.ROWS, O.V_WIDTH, O.DV, O.TMA, EDGE)
-    dP = tl.dot(v, do.T, input_precision=O.PRECISION)
+    do_tile = steps.load_tile(DO, do_r, i0, q_used, O.ROWS, O.V_WIDTH, O.DV, O.TMA, EDGE)
+    do = steps.parts(do_tile, O)
+    dP = steps.product(v, steps.turned(do), None, O)
     kept = P
     if O.DROPOUT:
         keep = steps.keep(seed, threshold, b, h, i0 + origin_i, first + origin_j, False, O)
         kept = tl.where(keep, P * inverse_keep, 0.0)
         dP = tl.where(keep, dP * inverse_keep, 0.0)
-    dv = tl.dot(kept.to(do.dtype), do, dv, input_precision=O.PRECISION)
+    dv = steps.product(steps.parts(kept.to(do_tile.dtype), O), do, dv, O)
     D = steps.row_statistic(delta, i0, q_used, 0.0, O.ROWS, EDGE)  # here and not above, where it would hold registers
     dS = P * (dP - D[None, :])
     if O.SOFTCAP:
         dS = dS * (1.0 - capped * capped)
-    dk = tl.dot(dS.to(q.dtype), q, dk, input_precision=O.PRECISION)
+    dk = steps.product(steps.parts(dS.to(q_tile.dtype), O), q, dk, O)
     return dk, dv
 
 
@@ -199,8 +204,8 @@ def dkdv_kernel(
     if first < k_span:
         k, k_r = steps.rows_of(k, s, kv, k_start, k_b, k_h, k_r, O.ALIGNED)
         v, v_r = steps.rows_of(v, s, kv, k_start, v_b, v_h, v_r, O.ALIGNED)
-        k_tile = steps.load_tile(k, k_r, first, k_used, KEYS, WIDTH, O.D, False, True)
-        v_tile = steps.load_tile(v, v_r, first, k_used, KEYS, V_WIDTH, O.DV, False, True)
+        k_tile = steps.parts(steps.load_tile(k, k_r, first, k_used, KEYS, WIDTH, O.D, False, True), O)
+        v_tile = steps.parts(steps.load_tile(v, v_r, first, k_used, KEYS, V_WIDTH, O.DV, False, True), O)
         diagonal = steps.diagonal(q_used, k_used, i0, j0, O)
         j = first + tl.arange(0, KEYS)[:, None]
         acc_k = tl.zeros((KEYS, WIDTH), tl.float32)
@@ -316,6 +321,8 @@ def dbias_kernel(
                 D = steps.row_statistic(delta, first, q_used, 0.0, ROWS, True)
                 q_tile = steps.load_tile(q_rows, q_row, first, q_used, ROWS, O.WIDTH, O.D, False, True)
                 do_tile = steps.load_tile(do_rows, do_row, first, q_used, ROWS, O.V_WIDTH, O.DV, False, True)
+                q_parts = steps.parts(q_tile, O)
+                do_parts = steps.parts(do_tile, O)
                 if O.BIAS_KEYS:
                     lo = tl.maximum(lo, own_key)
                     hi = tl.minimum(hi, own_key + 1)
@@ -324,6 +331,8 @@ def dbias_kernel(
                     j = j0_tile + tl.arange(0, KEYS)[None, :]
                     k_tile = steps.load_tile(k_rows, k_row, j0_tile, k_used, KEYS, O.WIDTH, O.D, False, True)
                     v_tile = steps.load_tile(v_rows, v_row, j0_tile, k_used, KEYS, O.V_WIDTH, O.DV, False, True)
+                    k_parts = steps.parts(k_tile, O)
+                    v_parts = steps.parts(v_tile, O)
                     if O.BLOCKS:
                         at_list = steps.mask_row(s + b0, head + h0, first + i0, blocks_b, blocks_h, blocks_n)
                         known = (first + i0) // steps.TILE < blocks_n
@@ -333,19 +342,19 @@ def dbias_kernel(
                         tile = tl.load(mixed_bits + at_list * blocks_m + n, mask=is_mixed, other=0)
                         if is_full:
                             dS, _capped = score_gradient(
-                                q_tile, k_tile, v_tile, do_tile, L, D, i, j, first, j0_tile, 0, *rest,
+                                q_parts, k_parts, v_parts, do_parts, L, D, i, j, first, j0_tile, 0, *rest,
                                 EDGE=True, MIXED=False, O=O,
                             )  # fmt: skip
                             acc += dS
                         if is_mixed:
                             dS, _capped = score_gradient(
-                                q_tile, k_tile, v_tile, do_tile, L, D, i, j, first, j0_tile, tile, *rest,
+                                q_parts, k_parts, v_parts, do_parts, L, D, i, j, first, j0_tile, tile, *rest,
                                 EDGE=True, MIXED=True, O=O,
                             )  # fmt: skip
                             acc += dS
                     else:
                         dS, _capped = score_gradient(
-                            q_tile, k_tile, v_tile, do_tile, L, D, i, j, first, j0_tile, 0, *rest,
+                            q_parts, k_parts, v_parts, do_parts, L, D, i, j, first, j0_tile, 0, *rest,
                             EDGE=True, MIXED=False, O=O,
                         )  # fmt: skip
                         acc += dS

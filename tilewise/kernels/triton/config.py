@@ -58,9 +58,10 @@ def _table(rows: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Row]) -> Tab
 
 _INTERPRETED = "Triton's interpreter: small, and sides that differ"
 _MEASURED = "fastest of 11 to 64 on an H200, Triton 3.6, 2026-11-30 (python -m bench.tune)"
-_ALONE = "fastest of 5 to 8 on an H200, Triton 3.6, 2026-11-30, each kernel timed alone"
+_ALONE = "fastest of 5 to 8 on an H200, Triton 3.6, 2026-11-30, timed alone, with Triton's own bf16x6"
 _GUESSED = "not measured"
 LONG = 2048
+SPLIT = 64  # columns that fp32 tiles may have to be split in three bf16 parts (`steps.parts`) on sm90
 _ARITHMETIC = "not compiled yet: by arithmetic and by its neighbours"
 
 
@@ -148,6 +149,10 @@ TABLES: dict[str, Table] = {
         ("dkdv", (16, 32, 64), (2,)): Row(
             Config(64, 64, 4, 3), Config(32, 64, 8, 1, True), _MEASURED, (320, 512), bias=Config(64, 64, 4, 3)
         ),
+        # The parts of P beside dK, dV, P and dP fit the registers of 32 rows; with 64 the loop without a mask spills too.
+        ("dkdv", (16, 32, 64), (4,)): Row(
+            Config(32, 64, 4, 1), Config(32, 32, 4, 1), f"compiled, 72 KiB; {_GUESSED}", (512, 1600)
+        ),
         # dK, dV, S and dP of 64 keys: bytes spill, and 8 warps that spill fewer are slower.
         ("dkdv", (128,), (2,)): Row(
             Config(32, 64, 4, 3), Config(32, 64, 8, 1, True), _MEASURED, (640, 1024),
@@ -160,6 +165,9 @@ TABLES: dict[str, Table] = {
         ("dq", (16, 32, 64), (2,)): Row(
             Config(64, 64, 4, 3), Config(64, 64, 8, 2, True), _MEASURED, (0, 512), bias=Config(64, 64, 4, 3)
         ),
+        ("dq", (16, 32, 64), (4,)): Row(
+            Config(64, 64, 4, 1, True), Config(32, 32, 4, 1), f"compiled, 96 KiB; {_GUESSED}", (0, 64)
+        ),
         ("dq", (128,), (2,)): Row(
             Config(64, 32, 4, 4), Config(32, 32, 4, 2, True), _MEASURED, (0, 64),
             long=Config(128, 64, 8, 3, True), blocks=Config(128, 64, 8, 3, True),  # blocks: as long, not tuned apart
@@ -168,6 +176,9 @@ TABLES: dict[str, Table] = {
         ("dq", (256,), (2,)): Row(Config(64, 32, 4, 3, True), Config(32, 32, 8, 1), _MEASURED, (64, 128)),
         ("dq", (512,), (2,)): Row(
             Config(32, 16, 8, 2, True), Config(16, 16, 8, 1), f"compiled, no spills, 97 KiB; {_GUESSED}"
+        ),
+        ("dbias", (16, 32, 64), (4,)): Row(
+            Config(16, 32, 8, 1), Config(16, 32, 8, 1), f"compiled, 20 KiB; {_GUESSED}"
         ),
     }),
     # In Triton's interpreter, which alone runs on CPU tensors.
@@ -265,12 +276,14 @@ def shared_bound(config: Config, direction: str, width: int, itemsize: int, dres
 
     The tiles that stay (Q; K and V for dkdv; Q and dO for dq), `stages` buffers of the two that pass by, P or dS on its
     way from one product to the next, 1 KiB a warp for exchanges, barriers and alignment; dressed, an fp32 bias in as many
-    buffers and once more in another layout. Tiles that are loaded by one stage and no descriptor often share their
+    buffers and once more in another layout. Split fp32 tiles take half as much again, and the last stage's are only
+    those. Tiles that are loaded by one stage and no descriptor often share their
     place; the 16 x 16 rows of the largest heads rely on it. Dressed, 512 columns take twice as much for exchanges (sm90).
     """
     side, other = (config.keys, config.rows) if direction == "dkdv" else (config.rows, config.keys)
     line = width * itemsize
-    stays = (1 if direction == "forward" else 2) * side * line
+    more = line // 2 if itemsize == 4 and width <= SPLIT else 0
+    stays = (1 if direction == "forward" else 2) * side * (line + more)
     passes = 2 * other * line + 8 * other  # and their lse and delta
     pairs = config.rows * config.keys
     scratch = (
@@ -278,4 +291,4 @@ def shared_bound(config: Config, direction: str, width: int, itemsize: int, dres
         + (4 * pairs * config.stages if dressed else 0)
         + 1024 * config.warps * (2 if dressed and width == 512 else 1)
     )
-    return stays + config.stages * passes + scratch
+    return stays + config.stages * passes + 2 * other * more + scratch

@@ -22,14 +22,14 @@ def attend(
     """(o, m, l) with the keys [j0, j0 + KEYS) taken in."""
     j = j0 + tl.arange(0, O.KEYS)[None, :]
     k = steps.load_tile(K, k_r, j0, k_used, O.KEYS, O.WIDTH, O.D, O.TMA, EDGE)
-    S, _ = steps.scores(q, k.T, scale, softcap, O)
+    S, _ = steps.scores(q, steps.turned(steps.parts(k, O)), scale, softcap, O)
     S = steps.bias_and_mask(S, i, j, j0, bits_tile, *terms, EDGE=EDGE, MIXED=MIXED, O=O)
     factor = scale if O.RAW else 1.0
     m, l, P, alpha = steps.rescale(m, l, S, factor, EDGE or MIXED or O.BIAS or O.BOOL, O.HEADROOM)
     if O.DROPOUT:
         P = tl.where(steps.keep(seed, threshold, b, h, first + origin_i, j0 + origin_j, True, O), P, 0.0)
     v = steps.load_tile(V, v_r, j0, k_used, O.KEYS, O.V_WIDTH, O.DV, O.TMA, EDGE)
-    o = tl.dot(P.to(v.dtype), v, o * alpha[:, None], input_precision=O.PRECISION)
+    o = steps.product(steps.parts(P.to(v.dtype), O), steps.parts(v, O), o * alpha[:, None], O)
     return o, m, l
 
 
@@ -65,7 +65,7 @@ def forward_kernel(
         i = first + tl.arange(0, ROWS)[:, None]
         common = (k_r, v_r, k_used, scale, softcap, draw, threshold, s + b0, head + h0, i0, j0, terms)
 
-        tile = steps.load_tile(q, q_r, first, q_used, ROWS, O.WIDTH, O.D, False, True)
+        tile = steps.parts(steps.load_tile(q, q_r, first, q_used, ROWS, O.WIDTH, O.D, False, True), O)
         acc = tl.zeros((ROWS, V_WIDTH), tl.float32)
         m = tl.full((ROWS,), -steps.INF, tl.float32)
         l = tl.zeros((ROWS,), tl.float32)

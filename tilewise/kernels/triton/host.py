@@ -35,7 +35,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tupl
     if lse.numel() == 0:
         return o, lse
     (q, k, v), of_rows = dense_rows(q, k, v)
-    start = _forward(problem, precision(problem, forward=True), aux.origin, _pair_strides(aux), *of_rows)
+    start = _forward(problem, precision(problem), aux.origin, _pair_strides(aux), *of_rows)
     start(o, lse, aux.sink, *pointers(q, k, v, aux, by_query=True))
     return o, lse
 
@@ -224,17 +224,16 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def precision(problem: Problem, forward: bool = False) -> str:
+def precision(problem: Problem) -> str:
     """Of fp32 products: true fp32, unless PyTorch's setting allows TF32.
 
-    True fp32 is made of three TF32 products, or of six bf16 ones, which hold 24 bits too and are as many cycles of the
-    tensor cores. On Hopper bf16 tiles need no transposition on their way there: a forward takes 0.8 of the time (H200,
-    d 64, where alone it was measured). dK and dV would take 0.66 of theirs, but Triton 3.6 made a kernel of them that
-    read outside the shared memory (d 40, dv 24, grouped heads). AMD has neither.
+    True fp32 is made of three TF32 products, or of six bf16 ones (`steps.product`), which hold 24 bits too and are as
+    many cycles of the tensor cores. On Hopper bf16 tiles need no transposition on their way there, as TF32's do, and a
+    tile is split once for all the products that it is in. AMD has neither.
     """
     if problem.dtype is not torch.float32 or torch.backends.cuda.matmul.allow_tf32:
         return "tf32"
-    if forward and problem.device == "sm90" and max(problem.qk_dim, problem.v_dim) <= 64:
+    if problem.device == "sm90" and max(problem.qk_dim, problem.v_dim) <= config.SPLIT:
         return "bf16x6"
     return "tf32x3" if problem.device.startswith("sm") else "ieee"
 
