@@ -51,6 +51,6 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for owner, name in (
         (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"),
-        (torch.Tensor, "new_empty_strided"),
+        (torch.Tensor, "new_empty_strided"), (torch._C._dynamo.guards, "_empty_strided_cuda"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, poison(getattr(owner, name)))

@@ -23,7 +23,7 @@ def poisoned_memory() -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         for owner, name in (
             (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"),
-            (torch.Tensor, "new_empty_strided"),
+            (torch.Tensor, "new_empty_strided"), (torch._C._dynamo.guards, "_empty_strided_cuda"),
         ):  # fmt: skip
             patches.enter_context(mock.patch.object(owner, name, poison(getattr(owner, name))))
         yield

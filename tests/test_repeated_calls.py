@@ -111,6 +111,14 @@ def test_tensors_that_leaked_from_a_transform_are_as_others() -> None:
     assert torch.equal(o, tilewise.attention(w, x, x, sink=sink + 1))
 
 
+def test_meta_tensors_are_not_taken_for_others_of_their_shape() -> None:
+    for device in ("meta", "cpu", "meta"):
+        tensors = qkv(device=device)
+        Problem.of(*tensors)
+        assert tilewise.attention(*tensors).device.type == device
+        assert tilewise.attention(*map(torch.nn.Parameter, tensors)).device.type == device
+
+
 def test_the_modes_of_torch_are_looked_at(deterministic: Callable[[], None]) -> None:
     tensors = qkv(requires_grad=True)
     assert Problem.of(*tensors)[0].needs_grad
@@ -322,6 +330,50 @@ def test_the_same_problem_with_other_strides_is_launched_with_them(which: str, o
     assert made(True)[0] == first
     copied = other == "misaligned" or (other == "expanded" and which != "dlse")
     assert (first == plain) == copied
+
+
+@needs_triton
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("lengths", [(40, 24), (0, 24), (40, 0)])
+def test_new_memory_has_its_tensors_shape(packed: bool, lengths: tuple[int, int]) -> None:
+    from tilewise.kernels.triton import host
+    from tilewise.kernels.triton.launch import recording
+
+    (q_len, k_len), cu = lengths, {}
+    q, k, v = torch.zeros(2, 4, q_len, 16), torch.zeros(2, 2, k_len, 16), torch.zeros(2, 2, k_len, 8)
+    if packed:
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        cu = {f"cu_seqlens_{x}": torch.tensor([0, n], dtype=torch.int32) for x, n in (("q", q_len), ("k", k_len))}
+    problem, aux = Problem.of(q, k, v, **cu)
+    problem = replace(problem, device="sm90", needs_grad=True)
+    with recording():
+        o, lse = host.forward(problem, q, k, v, aux)
+        grads = host.backward(problem, torch.zeros_like(o), None, q, k, v, o, lse, aux)
+    assert (o.shape, lse.shape) == (problem.o_shape, problem.lse_shape)
+    assert [x.shape for x in grads[:3]] == [q.shape, k.shape, v.shape]
+    assert all(x.is_contiguous() and x.device == q.device for x in (o, lse, *grads[:3]))
+    assert [x.dtype for x in (o, lse, *grads[:3])] == [F32] * 5
+    assert all(not x.any() for x in grads[:3]) or 0 not in lengths
+
+
+@needs_triton
+def test_new_memory_is_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator's own function takes no device: it is asked only where x's is the current one."""
+    from types import SimpleNamespace
+
+    from tilewise.kernels.triton import host
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    direct = torch._C._dynamo.guards._empty_strided_cuda
+
+    def on(device: int, is_cuda: bool = True) -> Any:
+        return SimpleNamespace(is_cuda=is_cuda, get_device=lambda: device, device=torch.device("cpu"))
+
+    assert host.empty_strided(on(1)) is direct
+    for other in (on(0), on(1, is_cuda=False)):
+        assert host.empty_strided(other) is not direct
+        x = host.empty_strided(other)((2, 3), (1, 2), F16)
+        assert (x.shape, x.stride(), x.dtype) == ((2, 3), (1, 2), F16)
 
 
 @needs_triton

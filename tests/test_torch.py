@@ -256,14 +256,14 @@ def test_checkpointing_drops_the_same_pairs_in_the_recompute(reentrant: bool) ->
 def test_deterministic_algorithms_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's global switch reaches the Problem, an argument overrides it, and nothing non-deterministic is used."""
     seen: list[bool] = []
-    of = tilewise.Problem.of
+    of = tilewise.Problem.of_call
 
     def spy(*args: Any, **options: Any) -> Any:
         result = of(*args, **options)
         seen.append(result[0].deterministic)
         return result
 
-    monkeypatch.setattr(tilewise.Problem, "of", spy)
+    monkeypatch.setattr(tilewise.Problem, "of_call", spy)
     case = Case(
         batch=2,
         heads=4,

@@ -379,6 +379,25 @@ def test_keys_tell_apart_what_triton_tells_apart(monkeypatch: pytest.MonkeyPatch
     assert len({str(each) for each in theirs}) > 8
 
 
+def test_none_may_be_left_out_at_the_tensors_end(machine: Machine) -> None:
+    """`add` takes x, y and out: to Triton, to the C function and to who records, the call is the whole one."""
+    x = gpu(64)
+    ready = Ready(add, (2, 3), (5, 0.5), {"SIDE": 16, "SQUARE": True}, 4, 2)
+    for given in ((x,), (x, x)):
+        whole = (*given, *(None,) * (3 - len(given)))
+        for each in (given, whole):
+            for _ in range(2):
+                ready(*each)
+            machine.slow, slow = [], machine.slow
+            assert [call[1] for call in slow] == [(*whole, 5, 0.5)]
+        addresses = [y if y is None else y.data_ptr() for y in whole]
+        assert [call[-1] for call in machine.given] == [(*addresses, 5, 0.5, None, None)] * len(machine.given)
+        machine.given.clear()
+        with recording() as made:
+            ready(*given)
+        assert made[0].args == (*whole, 5, 0.5)
+
+
 # --- what must not pass ----------------------------------------------------------------------------------------------
 
 
@@ -394,6 +413,8 @@ def test_wrong_calls_say_so(machine: Machine) -> None:
         launch(add, (1,), (x, None, x, True, 0.5), {"SIDE": 16}, 4, 2)
     with pytest.raises(ValueError, match="do not fit its parameters"):
         launch(add, (1,), (x, None, x, 5), {"SIDE": 16}, 4, 2)
+    with pytest.raises(ValueError, match="do not fit its parameters"):
+        launch(add, (1,), (x, None, x, 0.5), {"SIDE": 16}, 4, 2)
     with pytest.raises(ValueError, match="do not fit its parameters"):
         launch(add, (1,), (x, None, x, 5, 0.5, 16), {"SIDE": 16}, 4, 2)
     with pytest.raises(ValueError, match="do not fit its parameters"):

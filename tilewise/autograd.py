@@ -131,11 +131,12 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor
     """Of q, k, v, bias, slopes and sink."""
     if do is None and dlse is None:
         return (None,) * 6
-    *tensors, o, lse = ctx.saved_tensors
+    q, k, v, bias, slopes, sink, o, lse = ctx.saved_tensors
+    problem, aux, module = ctx.call
     do = torch.zeros_like(o) if do is None else do
-    again = torch.is_grad_enabled() or transformed()  # somebody may differentiate the gradients
-    run: Callable[..., tuple[Any, ...]] = _Backward.apply if again else _Backward.forward
-    return run(do, dlse, *tensors, o, lse, *ctx.call)
+    if torch.is_grad_enabled() or transformed():  # somebody may differentiate the gradients
+        return _Backward.apply(do, dlse, q, k, v, bias, slopes, sink, o, lse, problem, aux, module)
+    return module.backward(problem, do, dlse, q, k, v, o, lse, _given(aux, bias, slopes, sink))
 
 
 class _Backward(torch.autograd.Function):

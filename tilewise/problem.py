@@ -133,6 +133,12 @@ class Problem(HashedOnce):
         return (self.batch, self.heads, self.q_len, self.v_dim)
 
     @property
+    def k_shape(self) -> tuple[int, ...]:
+        if self.k_layout is Layout.PACKED:
+            return (self.k_len, self.kv_heads, self.qk_dim)
+        return (self.batch, self.kv_heads, self.k_len, self.qk_dim)
+
+    @property
     def lse_shape(self) -> tuple[int, ...]:
         if self.q_layout is Layout.PACKED:
             return (self.heads, self.q_len)
@@ -186,6 +192,19 @@ class Problem(HashedOnce):
         The arguments are those of `tilewise.attention`, and `origin`: where this call's (b, h, i, j) = 0 lies in a
         larger one, whose BlockMask (if it has one) is passed whole.
         """
+        return cls.of_call(
+            q, k, v, mask, bias, alibi_slopes, sink, scale, softcap, dropout_p, seed, q_lens, k_lens, cu_seqlens_q,
+            cu_seqlens_k, deterministic, origin,
+        )  # fmt: skip
+
+    @classmethod
+    def of_call(
+        cls, q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, bias: Tensor | None, alibi_slopes: Tensor | None,
+        sink: Tensor | None, scale: float | None, softcap: float, dropout_p: float, seed: int | Tensor | None,
+        q_lens: Tensor | None, k_lens: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+        deterministic: bool | None, origin: Origin | None = None,
+    ) -> tuple[Problem, Aux]:  # fmt: skip
+        """`of`, all arguments in their places: to hand them on by name takes a microsecond."""
         key = None
         if bias is alibi_slopes is sink is q_lens is k_lens is cu_seqlens_q is cu_seqlens_k is origin is None:
             key = _plain_key(q, k, v, mask, scale, softcap, dropout_p, deterministic)
@@ -194,7 +213,7 @@ class Problem(HashedOnce):
             except TypeError:  # not hashable: a length that is a symbol, or an option that validation will refuse
                 key = problem = None
             if problem is not None:
-                return problem, Aux(seed=_normalise_seed(seed, q)) if problem.dropout_p > 0 else _NOTHING
+                return problem, Aux(seed=_normalise_seed(seed, q)) if problem.dropout_p > 0 else NOTHING
         problem, aux = cls._validate(
             q, k, v, mask, bias, alibi_slopes, sink, scale, softcap, dropout_p, seed, q_lens, k_lens, cu_seqlens_q,
             cu_seqlens_k, deterministic, origin,
@@ -264,11 +283,13 @@ class Problem(HashedOnce):
 # Found so it takes 5 microseconds instead of 25, and caches further on meet one object, which they compare by identity.
 MOST_VALIDATED = 512
 _validated: dict[tuple[Any, ...] | None, Problem] = {}
-_NOTHING = Aux()
+NOTHING = Aux()
 _ORDINARY = frozenset((Tensor, torch.nn.Parameter))
 
 
-def _plain_key(q: Any, k: Any, v: Any, mask: Any, *options: Any) -> tuple[Any, ...] | None:
+def _plain_key(
+    q: Any, k: Any, v: Any, mask: Any, scale: Any, softcap: Any, dropout_p: Any, deterministic: Any
+) -> tuple[Any, ...] | None:
     """All that decides about a call without optional tensors; None for other classes of tensors (fake, wrappers).
 
     Types of the options are in it: True == 1 == 1.0, and validation refuses the first.
@@ -279,7 +300,8 @@ def _plain_key(q: Any, k: Any, v: Any, mask: Any, *options: Any) -> tuple[Any, .
     return (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, mask,
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
-        torch.are_deterministic_algorithms_enabled(), *options, *map(type, options),
+        torch.are_deterministic_algorithms_enabled(), scale, softcap, dropout_p, deterministic,
+        type(scale), type(softcap), type(dropout_p), type(deterministic),
     )  # fmt: skip
 
 

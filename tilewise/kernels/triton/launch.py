@@ -67,7 +67,7 @@ class _Binary:
     form: Form | None  # None: through kernel[grid]
     unused: int  # places that the launcher has for constexprs: it does not look at what is there
 
-    def call(self, sizes: tuple[int, ...], numbers: tuple[int | float, ...]) -> Call:
+    def call(self, sizes: tuple[int, ...], numbers: tuple[int | float | None, ...]) -> Call:
         assert self.form is not None
         return self.form(self.compiled, sizes, (*numbers, *(None,) * self.unused))
 
@@ -108,6 +108,7 @@ def launch(
 class Ready:
     """A `launch` with all but its tensors, to be called with them, again and again: it is checked and keyed once.
 
+    None may be left out at the tensors' end: a dozen of them takes a microsecond.
     numbers: the ints and floats that follow the tensors in the kernel's arguments.
     """
 
@@ -128,12 +129,12 @@ class Ready:
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         if _recorders:
-            args = (*tensors, *self.numbers)
+            args = (*tensors, *self._left_out(tensors), *self.numbers)
             _recorders[-1].append(Launch(self.kernel, self.grid, args, self.constexprs, self.warps, self.stages))
             return
         kernel = self.kernel
         if not isinstance(kernel, JITFunction):
-            self._through_triton(tensors)
+            self._through_triton((*tensors, *self._left_out(tensors)))
             return
         device, addresses, kinds = _describe(tensors)
         if device is None:
@@ -160,14 +161,22 @@ class Ready:
     def _seldom(self, tensors: tuple[torch.Tensor | None, ...], device: int, key: tuple[object, ...]) -> None:
         """A launch of this key that is the first, or that Triton has to make."""
         binary, hooked = self._binaries.get(key), _hooked(self.kernel)
+        left_out = self._left_out(tensors)
         if binary is not None and binary.form is not None and not hooked:  # another Ready has launched it
             scratch = math.prod(self._sizes) * binary.scratch
-            self._calls[key] = binary.call(self._sizes, self.numbers), scratch
+            self._calls[key] = binary.call(self._sizes, (*left_out, *self.numbers)), scratch
             self(*tensors)
             return
+        tensors = (*tensors, *left_out)
         compiled = self._compiled(tensors, device)
         if binary is None and compiled is not None and not _hooked(self.kernel):
             self._binaries[key] = _binary_of(self.kernel, compiled, len(tensors) + len(self.numbers))
+
+    def _left_out(self, tensors: tuple[torch.Tensor | None, ...]) -> tuple[None, ...]:
+        """A None for each tensor that the call leaves out: the constexprs' places begin where those of numbers end."""
+        names = self.kernel.arg_names
+        first = min((names.index(name) for name in self.constexprs if name in names), default=0)
+        return (None,) * (first - len(self.numbers) - len(tensors))
 
     def _compiled(self, tensors: tuple[torch.Tensor | None, ...], device: int) -> Any:
         """The compiled kernel, after its launch; None where a hook of the user's took the compilation over."""
@@ -188,7 +197,7 @@ class Ready:
 
 def _describe(tensors: tuple[torch.Tensor | None, ...]) -> tuple[int | None, list[Any], list[Any]]:
     """(device of the first, -1 for the CPU; their addresses; what the binary depends on of them)."""
-    addresses: list[Any] = list(tensors)  # None stays: a dozen of them is what takes time here
+    addresses: list[Any] = list(tensors)  # None stays
     kinds: list[Any] = list(tensors)
     device: int | None = None
     for place, tensor in enumerate(tensors):
@@ -242,6 +251,8 @@ def _check(kernel: Any, args: tuple[Any, ...], constexprs: dict[str, object]) ->
     runtime, rest = kernel.params[: len(args)], kernel.params[len(args) :]
     wrong = [p.name for p in runtime if p.is_constexpr]
     wrong += [p.name for p in rest if not p.is_constexpr or (p.name not in constexprs and not p.has_default)]
+    # None for an int: numbers are missing, and what stands before them was taken for tensors left out.
+    wrong += [p.name for p, arg in zip(runtime, args, strict=False) if arg is None and p.do_not_specialize]
     if wrong or len(runtime) < len(args):
         raise ValueError(
             f"{kernel.__name__}: {len(args)} run-time arguments and {', '.join(constexprs) or 'no constexprs'} do not "

@@ -395,7 +395,7 @@ def add_bias(S, bias, i, j, row, column, i_end, j_end, ROWS: tl.constexpr, KEYS:
     """S + log2(e) bias. Only -inf becomes -inf: a dtype's least number, a mask to some, stays finite in bits too."""
     at, inside = at_pairs(bias, i, j, row, column, i_end, j_end, ROWS, KEYS, WIDE)
     b = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    return S + tl.where(b == -INF, b, tl.maximum(b * LOG2E, LEAST))
+    return S + tl.where(b == -INF, b, tl.maximum(b * LOG2E, LEAST, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
