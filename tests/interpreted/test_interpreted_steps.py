@@ -187,7 +187,8 @@ def test_rescale_and_finalize_are_state_update_and_finalize(sink: float | None, 
 @triton.jit
 def terms_kernel(
     S, bias, slope, mask, i0, j0, diagonal, k_end, left, right, row, column,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, END: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     i = i0 + tl.arange(0, ROWS)[:, None]
     j = j0 + tl.arange(0, KEYS)[None, :]
@@ -195,17 +196,18 @@ def terms_kernel(
     x = steps.add_bias(tl.load(at), bias, i, j, row, column, 1000, 1000, True, True, WIDE)
     x = steps.alibi(x, slope, i, j, diagonal)
     x = steps.bool_mask(x, mask, i, j, row, column, 1000, 1000, True, True, WIDE)
-    tl.store(at, steps.band_mask(x, i, j, diagonal, left, right, k_end, LEFT, RIGHT))
+    tl.store(at, steps.band_mask(x, i, j, diagonal, left, right, k_end, LEFT, RIGHT, END))
 
 
-@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize(("wide", "k_len"), [(True, 70), (False, 70), (False, 60)])
 @pytest.mark.parametrize("band", [Band(), Band(None, 0), Band(5, None), Band(9, 3), Band(-1, 3)])
-def test_bias_alibi_boolean_mask_and_band_are_those_of_scores(band: Band, wide: bool) -> None:
-    rows, keys, i0, j0, q_len, k_len = 16, 32, 16, 32, 40, 70
+def test_bias_alibi_boolean_mask_and_band_are_those_of_scores(band: Band, wide: bool, k_len: int) -> None:
+    rows, keys, i0, j0, q_len = 16, 32, 16, 32, 40
     torch.manual_seed(0)
     S, bias = torch.randn(1, 1, rows, keys), torch.randn(64, 80)
     bias[20, 40], bias[21] = -torch.inf, torch.finfo(torch.float32).min
     mask = torch.rand(64, 80) < 0.7
+    bias[22, 40], mask[22, 40] = torch.nan, True
     rules = Scores(
         band=band, offset=band.offset(q_len, k_len), bias=bias[None, None], visible=mask[None, None],
         slopes=torch.full((1, 1, 1, 1), 0.3),
@@ -214,9 +216,9 @@ def test_bias_alibi_boolean_mask_and_band_are_those_of_scores(band: Band, wide: 
     expected = rules.bias_and_mask(S.clone(), run(i0, i0 + rows), run(j0, j0 + keys, free))
     terms_kernel[(1,)](
         S, bias, 0.3, mask.view(torch.uint8), i0, j0, rules.diagonal, k_len, *band.bounds, 10 if wide else 80, 1,
-        rows, keys, band.left is not None, band.right is not None, wide,
+        rows, keys, band.left is not None, band.right is not None, k_len < j0 + keys, wide,
     )  # fmt: skip
-    torch.testing.assert_close(S, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(S, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @triton.jit

@@ -44,10 +44,11 @@ def attend_queries(
     bias_q, bias_k, rest, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
 ):  # fmt: skip
     """(dq, the slope's gradient by row) with the keys [j0, j0 + KEYS) taken in; a full bias's gradient is stored."""
+    PAST: tl.constexpr = EDGE and not O.EVEN
     j = j0 + tl.arange(0, O.KEYS)[None, :]
-    k_tile = steps.load_tile(K, k_r, j0, k_used, O.KEYS, O.WIDTH, O.D, O.TMA, EDGE)
+    k_tile = steps.load_tile(K, k_r, j0, k_used, O.KEYS, O.WIDTH, O.D, O.TMA, PAST)
     k = steps.parts(k_tile, O)
-    v = steps.parts(steps.load_tile(V, v_r, j0, k_used, O.KEYS, O.V_WIDTH, O.DV, O.TMA, EDGE), O)
+    v = steps.parts(steps.load_tile(V, v_r, j0, k_used, O.KEYS, O.V_WIDTH, O.DV, O.TMA, PAST), O)
     dS, capped = score_gradient(q, k, v, do, L, D, i, j, first, j0, bits_tile, *rest, EDGE=EDGE, MIXED=MIXED, O=O)
     if O.ALIBI:
         dslope -= tl.sum(dS * tl.abs(i + diagonal - j).to(tl.float32), 1)
@@ -99,10 +100,10 @@ def dq_kernel(
 
         i = first + tl.arange(0, ROWS)[:, None]
         rows = first + tl.arange(0, ROWS)
-        q_tile = steps.load_tile(q, q_r, first, q_used, ROWS, WIDTH, O.D, False, True)
-        do_tile = steps.load_tile(do, do_r, first, q_used, ROWS, V_WIDTH, O.DV, False, True)
+        q_tile = steps.load_tile(q, q_r, first, q_used, ROWS, WIDTH, O.D, False, not O.EVEN)
+        do_tile = steps.load_tile(do, do_r, first, q_used, ROWS, V_WIDTH, O.DV, False, not O.EVEN)
         at, o_r = steps.result(s, head, heads, q_len, q_start, O.DV, O.PACKED)
-        o_tile = steps.load_tile(o + at, o_r, first, q_used, ROWS, V_WIDTH, O.DV, False, True)
+        o_tile = steps.load_tile(o + at, o_r, first, q_used, ROWS, V_WIDTH, O.DV, False, not O.EVEN)
         D = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
         if dlse is not None:
             dlse += s.to(tl.int64) * dlse_b + head.to(tl.int64) * dlse_h + q_start.to(tl.int64) * dlse_r
@@ -135,18 +136,20 @@ def dq_kernel(
             acc, by_row = attend_queries(
                 acc, by_row, q_parts, do_parts, L, D, K, V, j, i, first, 0, *common, EDGE=False, MIXED=False, O=O
             )
-        for u in tl.range(0, a - lo + hi - z):
-            j = walk.place(walk.edge(u, lo, a, z), full, j0, KEYS, O.BLOCKS)
-            acc, by_row = attend_queries(
-                acc, by_row, q_parts, do_parts, L, D, K, V, j, i, first, 0, *common, EDGE=True, MIXED=False, O=O
-            )
+        if O.EDGES:
+            for u in tl.range(0, a - lo + hi - z):
+                j = walk.place(walk.edge(u, lo, a, z), full, j0, KEYS, O.BLOCKS)
+                acc, by_row = attend_queries(
+                    acc, by_row, q_parts, do_parts, L, D, K, V, j, i, first, 0, *common, EDGE=True, MIXED=False, O=O
+                )
         if O.BLOCKS:
             for t in tl.range(x_lo, x_hi):
                 j = walk.place(t, mixed, j0, KEYS, True)
                 tile = tl.load(mixed_bits + row * blocks_m + t // (steps.TILE // KEYS))
                 acc, by_row = attend_queries(
-                    acc, by_row, q_parts, do_parts, L, D, K, V, j, i, first, tile, *common, EDGE=True, MIXED=True, O=O
-                )
+                    acc, by_row, q_parts, do_parts, L, D, K, V, j, i, first, tile,
+                    *common, EDGE=O.EDGES, MIXED=True, O=O,
+                )  # fmt: skip
         at_q, row_q = steps.result(s, head, heads, q_len, q_start, O.D, O.PACKED)
         acc = tl.where(i < q_used, acc * (scale * steps.LN2), 0.0)
         steps.store_tile(dq + at_q, row_q, first, q_span, acc, ROWS, WIDTH, O.D)
@@ -161,14 +164,15 @@ def attend_keys(
     inverse_keep, b, h, origin_i, origin_j, terms, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
 ):  # fmt: skip
     """(dk, dv) of the keys from `first` on, with the queries [i0, i0 + ROWS) taken in. Tiles are (KEYS, ROWS)."""
+    PAST: tl.constexpr = EDGE and not O.EVEN
     rows = i0 + tl.arange(0, O.ROWS)
-    q_tile = steps.load_tile(Q, q_r, i0, q_used, O.ROWS, O.WIDTH, O.D, O.TMA, EDGE)
+    q_tile = steps.load_tile(Q, q_r, i0, q_used, O.ROWS, O.WIDTH, O.D, O.TMA, PAST)
     q = steps.parts(q_tile, O)
     S, capped = steps.scores(k, steps.turned(q), scale, softcap, O)
     S = steps.bias_and_mask(S, rows[None, :], j, i0, bits_tile, *terms, EDGE=EDGE, MIXED=MIXED, O=O)
-    L = steps.row_statistic(lse, i0, q_used, steps.INF, O.ROWS, EDGE)
+    L = steps.row_statistic(lse, i0, q_used, steps.INF, O.ROWS, PAST)
     P = tl.exp2(S * (scale if O.RAW else 1.0) - L[None, :])
-    do_tile = steps.load_tile(DO, do_r, i0, q_used, O.ROWS, O.V_WIDTH, O.DV, O.TMA, EDGE)
+    do_tile = steps.load_tile(DO, do_r, i0, q_used, O.ROWS, O.V_WIDTH, O.DV, O.TMA, PAST)
     do = steps.parts(do_tile, O)
     dP = steps.product(v, steps.turned(do), None, O)
     kept = P
@@ -177,7 +181,7 @@ def attend_keys(
         kept = tl.where(keep, P * inverse_keep, 0.0)
         dP = tl.where(keep, dP * inverse_keep, 0.0)
     dv = steps.product(steps.parts(kept.to(do_tile.dtype), O), do, dv, O)
-    D = steps.row_statistic(delta, i0, q_used, 0.0, O.ROWS, EDGE)  # here and not above, where it would hold registers
+    D = steps.row_statistic(delta, i0, q_used, 0.0, O.ROWS, PAST)  # here and not above, where it would hold registers
     dS = P * (dP - D[None, :])
     if O.SOFTCAP:
         dS = dS * (1.0 - capped * capped)
@@ -204,8 +208,8 @@ def dkdv_kernel(
     if first < k_span:
         k, k_r = steps.rows_of(k, s, kv, k_start, k_b, k_h, k_r, O.ALIGNED)
         v, v_r = steps.rows_of(v, s, kv, k_start, v_b, v_h, v_r, O.ALIGNED)
-        k_tile = steps.parts(steps.load_tile(k, k_r, first, k_used, KEYS, WIDTH, O.D, False, True), O)
-        v_tile = steps.parts(steps.load_tile(v, v_r, first, k_used, KEYS, V_WIDTH, O.DV, False, True), O)
+        k_tile = steps.parts(steps.load_tile(k, k_r, first, k_used, KEYS, WIDTH, O.D, False, not O.EVEN), O)
+        v_tile = steps.parts(steps.load_tile(v, v_r, first, k_used, KEYS, V_WIDTH, O.DV, False, not O.EVEN), O)
         diagonal = steps.diagonal(q_used, k_used, i0, j0, O)
         j = first + tl.arange(0, KEYS)[:, None]
         acc_k = tl.zeros((KEYS, WIDTH), tl.float32)
@@ -247,18 +251,20 @@ def dkdv_kernel(
                 acc_k, acc_v = attend_keys(
                     acc_k, acc_v, k_tile, v_tile, Q, DO, i, j, first, 0, *common, EDGE=False, MIXED=False, O=O
                 )
-            for u in tl.range(0, a - lo + hi - z):
-                i = walk.place(walk.edge(u, lo, a, z), live, i0, ROWS, O.BLOCKS)
-                acc_k, acc_v = attend_keys(
-                    acc_k, acc_v, k_tile, v_tile, Q, DO, i, j, first, 0, *common, EDGE=True, MIXED=False, O=O
-                )
+            if O.EDGES:
+                for u in tl.range(0, a - lo + hi - z):
+                    i = walk.place(walk.edge(u, lo, a, z), live, i0, ROWS, O.BLOCKS)
+                    acc_k, acc_v = attend_keys(
+                        acc_k, acc_v, k_tile, v_tile, Q, DO, i, j, first, 0, *common, EDGE=True, MIXED=False, O=O
+                    )
             if O.BLOCKS:
                 for t in tl.range(x_lo, x_hi):
                     i = walk.place(t, mixed_live, i0, ROWS, True)
                     tile = tl.load(mixed_bits + row * blocks_m + t // (steps.TILE // ROWS))
                     acc_k, acc_v = attend_keys(
-                        acc_k, acc_v, k_tile, v_tile, Q, DO, i, j, first, tile, *common, EDGE=True, MIXED=True, O=O
-                    )
+                        acc_k, acc_v, k_tile, v_tile, Q, DO, i, j, first, tile,
+                        *common, EDGE=O.EDGES, MIXED=True, O=O,
+                    )  # fmt: skip
         used = j < k_used
         acc_k = tl.where(used, acc_k * (scale * steps.LN2), 0.0)
         at, row = steps.result(s, kv, kv_heads, k_len, k_start, O.D, O.PACKED)

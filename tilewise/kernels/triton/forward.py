@@ -20,15 +20,16 @@ def attend(
     terms, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
 ):  # fmt: skip
     """(o, m, l) with the keys [j0, j0 + KEYS) taken in."""
+    PAST: tl.constexpr = EDGE and not O.EVEN
     j = j0 + tl.arange(0, O.KEYS)[None, :]
-    k = steps.load_tile(K, k_r, j0, k_used, O.KEYS, O.WIDTH, O.D, O.TMA, EDGE)
+    k = steps.load_tile(K, k_r, j0, k_used, O.KEYS, O.WIDTH, O.D, O.TMA, PAST)
     S, _ = steps.scores(q, steps.turned(steps.parts(k, O)), scale, softcap, O)
     S = steps.bias_and_mask(S, i, j, j0, bits_tile, *terms, EDGE=EDGE, MIXED=MIXED, O=O)
     factor = scale if O.RAW else 1.0
     m, l, P, alpha = steps.rescale(m, l, S, factor, EDGE or MIXED or O.BIAS or O.BOOL, O.HEADROOM)
     if O.DROPOUT:
         P = tl.where(steps.keep(seed, threshold, b, h, first + origin_i, j0 + origin_j, True, O), P, 0.0)
-    v = steps.load_tile(V, v_r, j0, k_used, O.KEYS, O.V_WIDTH, O.DV, O.TMA, EDGE)
+    v = steps.load_tile(V, v_r, j0, k_used, O.KEYS, O.V_WIDTH, O.DV, O.TMA, PAST)
     o = steps.product(steps.parts(P.to(v.dtype), O), steps.parts(v, O), o * alpha[:, None], O)
     return o, m, l
 
@@ -65,7 +66,7 @@ def forward_kernel(
         i = first + tl.arange(0, ROWS)[:, None]
         common = (k_r, v_r, k_used, scale, softcap, draw, threshold, s + b0, head + h0, i0, j0, terms)
 
-        tile = steps.parts(steps.load_tile(q, q_r, first, q_used, ROWS, O.WIDTH, O.D, False, True), O)
+        tile = steps.parts(steps.load_tile(q, q_r, first, q_used, ROWS, O.WIDTH, O.D, False, not O.EVEN), O)
         acc = tl.zeros((ROWS, V_WIDTH), tl.float32)
         m = tl.full((ROWS,), -steps.INF, tl.float32)
         l = tl.zeros((ROWS,), tl.float32)
@@ -86,14 +87,17 @@ def forward_kernel(
         for t in tl.range(a, z):
             j = walk.place(t, full, j0, KEYS, O.BLOCKS)
             acc, m, l = attend(acc, m, l, tile, K, V, j, i, first, 0, *common, EDGE=False, MIXED=False, O=O)
-        for u in tl.range(0, a - lo + hi - z):
-            j = walk.place(walk.edge(u, lo, a, z), full, j0, KEYS, O.BLOCKS)
-            acc, m, l = attend(acc, m, l, tile, K, V, j, i, first, 0, *common, EDGE=True, MIXED=False, O=O)
+        if O.EDGES:
+            for u in tl.range(0, a - lo + hi - z):
+                j = walk.place(walk.edge(u, lo, a, z), full, j0, KEYS, O.BLOCKS)
+                acc, m, l = attend(acc, m, l, tile, K, V, j, i, first, 0, *common, EDGE=True, MIXED=False, O=O)
         if O.BLOCKS:
             for t in tl.range(x_lo, x_hi):
                 j = walk.place(t, mixed, j0, KEYS, True)
                 bits_tile = tl.load(mixed_bits + t // (steps.TILE // KEYS))
-                acc, m, l = attend(acc, m, l, tile, K, V, j, i, first, bits_tile, *common, EDGE=True, MIXED=True, O=O)
+                acc, m, l = attend(
+                    acc, m, l, tile, K, V, j, i, first, bits_tile, *common, EDGE=O.EDGES, MIXED=True, O=O
+                )
 
         logit = 0.0
         if O.SINK:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...block_mask import TILE
 from ...problem import Layout, Origin, Problem
 from .config import Config
 
@@ -70,6 +71,8 @@ class Options:
     SINK: bool
     BOOL: bool
     BLOCKS: bool
+    EVEN: bool  # the sides divide the lengths: no tile reaches past an end
+    EDGES: bool  # some tiles do, or the Band cuts through them
     CUT: bool  # MIXED tiles may lie across the Band's edge or the last key: their bits do not say all
     DROPOUT: bool
     RUNS: bool  # dropout's coordinates start at multiples of 16, and tiles have two such runs on each side
@@ -89,6 +92,11 @@ class Options:
         cls, problem: Problem, config: Config, aligned: bool, origin: Origin, precision: str, bias: Pairs = NO_PAIRS,
         mask: Pairs = NO_PAIRS, dbias: Pairs | None = None,
     ) -> Options:  # fmt: skip
+        blocks = problem.mask == "blocks"
+        varied = problem.q_layout is Layout.PACKED or problem.q_lens or problem.k_lens
+        rows, keys = (TILE, TILE) if blocks else (config.rows, config.keys)
+        even = not (varied or problem.q_len % rows or problem.k_len % keys)
+        banded = not problem.band.is_full
         return cls(
             D=problem.qk_dim, DV=problem.v_dim, WIDTH=width(problem.qk_dim), V_WIDTH=width(problem.v_dim),
             ROWS=config.rows, KEYS=config.keys, TMA=config.tma and aligned, ALIGNED=aligned,
@@ -96,11 +104,8 @@ class Options:
             LEFT=problem.band.left is not None, RIGHT=problem.band.right is not None, TOP_LEFT=problem.band.align == "top_left",
             RAW=problem.scale > 0 and not (problem.softcap or problem.bias or problem.alibi),
             SOFTCAP=problem.softcap > 0, BIAS=problem.bias is not None, ALIBI=problem.alibi, SINK=problem.sink,
-            BOOL=problem.mask == "bool", BLOCKS=problem.mask == "blocks",
-            CUT=problem.mask == "blocks" and (
-                origin != (0, 0, 0, 0) or problem.k_lens or problem.q_layout is Layout.PACKED or not problem.band.is_full
-            ),
-            DROPOUT=problem.dropout_p > 0,
+            BOOL=problem.mask == "bool", BLOCKS=blocks, EVEN=even, EDGES=banded or not even,
+            CUT=blocks and (varied or banded or origin != (0, 0, 0, 0)), DROPOUT=problem.dropout_p > 0,
             # On tiles with one run a side Triton 3.6 drew wrong bits now and then (H200, wide heads, a boolean mask).
             RUNS=not (origin[2] % 16 or origin[3] % 16) and min(config.rows, config.keys) >= 32,
             HEADROOM=12 if problem.dtype is torch.float16 else 0, PRECISION=precision,

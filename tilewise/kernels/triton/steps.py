@@ -330,18 +330,19 @@ def tanh(x):
 
 
 @triton.jit
-def band_mask(S, i, j, diagonal, left, right, k_end, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """-inf where key j is past the end, or not within [-left, right] of row i's diagonal: LEFT, RIGHT say what is bounded.
+def band_mask(S, i, j, diagonal, left, right, k_end, LEFT: tl.constexpr, RIGHT: tl.constexpr, END: tl.constexpr):
+    """-inf where key j is not within [-left, right] of row i's diagonal, or past the end: LEFT, RIGHT, END say what bounds it.
 
     A bound lies along one side of the tile, and is compared with j for each pair.
     """
-    last = k_end - 1
-    if RIGHT:
-        last = tl.minimum(i + (diagonal + right), last)
-    seen = j <= last
     if LEFT:
-        seen = seen & (j >= i + (diagonal - left))
-    return tl.where(seen, S, -INF)
+        S = tl.where(j >= i + (diagonal - left), S, -INF)
+    if RIGHT:
+        last = i + (diagonal + right)
+        S = tl.where(j <= (tl.minimum(last, k_end - 1) if END else last), S, -INF)
+    elif END:
+        S = tl.where(j < k_end, S, -INF)
+    return S
 
 
 @triton.jit
@@ -427,7 +428,7 @@ def bias_and_mask(
             else bits_mask(S, bits, bits_tile, j + j0, b0 + i0)
         )
     if EDGE and (O.CUT or not MIXED):
-        S = band_mask(S, i, j, diagonal, left, right, k_used, O.LEFT, O.RIGHT)
+        S = band_mask(S, i, j, diagonal, left, right, k_used, O.LEFT, O.RIGHT, not O.EVEN)
     return S
 
 
