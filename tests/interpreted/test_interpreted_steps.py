@@ -207,13 +207,15 @@ def test_bias_alibi_boolean_mask_and_band_are_those_of_scores(band: Band, wide: 
     S, bias = torch.randn(1, 1, rows, keys), torch.randn(64, 80)
     bias[20, 40], bias[21] = -torch.inf, torch.finfo(torch.float32).min
     mask = torch.rand(64, 80) < 0.7
-    bias[22, 40], mask[22, 40] = torch.nan, True
+    shown = 22 + band.offset(q_len, k_len) + (band.left == -1)
+    bias[22, shown], mask[22, shown] = torch.nan, True
     rules = Scores(
         band=band, offset=band.offset(q_len, k_len), bias=bias[None, None], visible=mask[None, None],
         slopes=torch.full((1, 1, 1, 1), 0.3),
     )  # fmt: skip
     free = (0, 0)  # all of the tile is edge
     expected = rules.bias_and_mask(S.clone(), run(i0, i0 + rows), run(j0, j0 + keys, free))
+    expected[..., k_len - j0 :] = -torch.inf
     terms_kernel[(1,)](
         S, bias, 0.3, mask.view(torch.uint8), i0, j0, rules.diagonal, k_len, *band.bounds, 10 if wide else 80, 1,
         rows, keys, band.left is not None, band.right is not None, k_len < j0 + keys, wide,
