@@ -423,6 +423,16 @@ def _masks() -> Named:
             150, 70, heads=4, band=causal, bias_dims="hqk", slopes="h", sink=F32, softcap=5.0, dropout_p=0.2,
             tiles=(16, 16)),
         **{f"{n} x {m}, {band}": _dense(n, m, band=band) for n, m, band in lengths},
+        **_named("whole tiles", (
+            _dense(128, 256, heads=4, kv_heads=2, dim=d, v_dim=d, dtype=dtype, band=band)
+            for (d, dtype), band in product(
+                ((64, BF16), (128, BF16), (64, F32)), (FULL, causal, TOP_LEFT, Band(50, None), Band(70, 20))))),
+        **_named("whole tiles, small", (
+            _dense(64, 32, heads=1, kv_heads=1, dtype=dtype, band=band)
+            for dtype, band in product((F16, F32), (FULL, causal, TOP_LEFT, Band(5, None), Band(9, 3))))),
+        "whole tiles, every option": _dense(
+            128, 256, heads=4, kv_heads=2, dtype=BF16, mask="bool", mask_dims="hqk", bias_dims="hqk", slopes="h",
+            sink=F32, softcap=5.0, dropout_p=0.2),
         **{
             f"{band}, {n} x {m}, tiles {tiles}": _dense(n, m, heads=1, kv_heads=1, band=band, tiles=tiles)
             for (band, n, m), tiles in product(windows, (None, (16, 16)))
@@ -474,6 +484,14 @@ def _block_masks() -> Named:
                 mask_dims=dims,
                  band=band, tiles=tiles)
             for dims, d, n, m, dtype, band, tiles in problems)),
+        **_named("whole block mask", (  # lengths that tiles divide
+            Case(heads=4, kv_heads=2, q_len=256, k_len=384, dim=d, v_dim=d, dtype=dtype, mask="blocks",
+                 mask_dims="h", **options)
+            for d, dtype, options in (
+                (64, BF16, {}), (128, BF16, {}), (40, F32, {"band": causal}),
+                (64, F16, {"origin": (0, 0, 128, 256)})))),
+        "whole block mask, small": _dense(128, 256, heads=1, kv_heads=1, mask="blocks"),
+        "whole block mask and band, small": _dense(128, 256, heads=1, kv_heads=1, mask="blocks", band=causal),
         "block mask of nothing": Case(q_len=200, k_len=200, mask="blocks", mask_density=0.0, seed=5, sink=F32),
         "block mask of everything": Case(q_len=200, k_len=300, mask="blocks", mask_density=1.0, seed=5),
         "block mask, every option": Case(

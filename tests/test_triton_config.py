@@ -59,16 +59,15 @@ def every_row() -> Iterator[Case]:
                         yield arch, direction, width, itemsize, name
 
 
-def asked(case: Case) -> tuple[Problem, tilewise.problem.Aux, list[torch.Tensor]]:
-    """A problem of the case's head size, of the kind that its name says."""
-    arch, direction, width, itemsize, name = case
+def asked(case: Case, d: int, v_dim: int) -> tuple[Problem, tilewise.problem.Aux, list[torch.Tensor]]:
+    """A problem of the kind that the case's name says."""
+    arch, direction, _, itemsize, name = case
     # Turing has no bf16.
     dtype = torch.float32 if itemsize == 4 else torch.float16 if arch == "sm75" else torch.bfloat16
-    length = (
-        tables.LONG if name in ("long", "window") else 240
-    ) + 8  # no side divides it: kernels with all their loops
-    q, k, v = (torch.empty(1, 2, length, width, dtype=dtype) for _ in range(3))
-    seen = torch.ones(1, 2, length, length, dtype=torch.bool)
+    long = {"long": tables.LONG, "window": tables.LONG, "longest": tables.LONGEST}
+    length = long.get(name, 240) + 8  # no side divides it: kernels with all their loops
+    q, k, v = (torch.empty(1, 2, length, size, dtype=dtype) for size in (d, d, v_dim))
+    seen = torch.ones(1, 2, 248, 248, dtype=torch.bool)
     mask = {
         "full": None, "window": tilewise.sliding_window(100), "blocks": tilewise.BlockMask.from_dense(seen),
         "dressed": causal & seen, "dressed blocks": causal & tilewise.BlockMask.from_dense(seen),
@@ -85,7 +84,7 @@ def asked(case: Case) -> tuple[Problem, tilewise.problem.Aux, list[torch.Tensor]
     return replace(problem, device=arch), aux, [q, k, v]
 
 
-def check(case: Case) -> None:
+def check(case: Case, d: int | None = None, v_dim: int | None = None) -> None:
     """Compile the case's kernel; AssertionError where it takes more than its row, or its architecture, allows."""
     triton = pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -96,7 +95,7 @@ def check(case: Case) -> None:
     from tilewise.kernels.triton.launch import compile_for, recording, resources
 
     arch, direction, width, itemsize, _ = case
-    problem, aux, tensors = asked(case)
+    problem, aux, tensors = asked(case, d or width, v_dim or width)
     with recording() as launches:
         o, lse = host.forward(problem, *tensors, aux)
         if direction != "forward":
@@ -104,6 +103,7 @@ def check(case: Case) -> None:
     (launch,) = (one for one in launches if one.kernel.__name__ == f"{direction}_kernel")
     compiled = compile_for(launch, GPUTarget(*TARGETS[arch]))
     taken = resources(compiled)
+    assert not taken.unwritten, "ptxas left out an instruction"
     config, dressed = choose(problem, direction), tables.is_dressed(problem)
     allowed = row(arch, direction, width, itemsize).spills[dressed]
     allowed *= 1 if triton.__version__.startswith(TABLED) else OTHERS_SPILL
@@ -116,6 +116,13 @@ def check(case: Case) -> None:
     stationary = config.keys if direction == "dkdv" else config.rows
     if arch == "sm90" and itemsize == 2 and direction in ("forward", "dkdv", "dq") and stationary >= 64:
         assert "wgmma" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("direction", ["forward", "dkdv", "dq"])
+@pytest.mark.parametrize(("d", "v_dim"), [(64, 32), (16, 64)])
+def test_fp32_values_of_another_width_than_keys(d: int, v_dim: int, direction: str) -> None:
+    """ptxas 12.8 left an instruction out of such kernels."""
+    check(("sm90", direction, max(d, v_dim), 4, "plain"), d, v_dim)
 
 
 @pytest.mark.parametrize("case", REPRESENTATIVE, ids=lambda case: "-".join(map(str, case)))
@@ -195,6 +202,16 @@ def test_fp32_has_rows_of_its_own() -> None:
 SEEN = torch.ones(32, 32, dtype=torch.bool)
 
 
+def test_what_a_row_does_not_say_apart() -> None:
+    configs = {kind: tables.Config(16, 16, 4, n) for n, kind in enumerate(tables.KINDS)}
+    full = tables.Row(evidence="compiled", **configs)
+    assert {kind: full.config(kind) for kind in tables.KINDS} == configs
+    least = replace(full, **dict.fromkeys(tables.KINDS[2:]))
+    for kind in tables.KINDS[2:]:
+        assert least.config(kind) == configs["dressed" if kind == "bias" else "plain"]
+    assert replace(full, longest=None).config("longest") == configs["long"]
+
+
 @pytest.mark.parametrize(
     ("options", "kind"),
     [
@@ -210,15 +227,17 @@ def test_the_options_decide_which_config_of_a_row_serves(options: dict, kind: st
     problem = of("sm90", **options)
     found = row("sm90", "forward", 64, 2)
     assert tables.kind_of(problem) == kind
-    assert choose(problem, "forward") == found.config(kind) == getattr(found, kind)
+    assert choose(problem, "forward") == found.config(kind)
     assert tables.is_dressed(problem) == (kind in ("dressed", "bias"))
 
 
 @pytest.mark.parametrize(
     ("mask", "kind"), [(None, "long"), (causal, "long"), (tilewise.sliding_window(9), "window")], ids=str
 )
-def test_long_sequences_have_configs_of_their_own(mask: tilewise.Band | None, kind: str) -> None:
-    problem = replace(of("sm90", mask=mask), q_len=tables.LONG, k_len=tables.LONG)
+@pytest.mark.parametrize("length", [tables.LONG, tables.LONGEST])
+def test_long_sequences_have_configs_of_their_own(mask: tilewise.Band | None, kind: str, length: int) -> None:
+    problem = replace(of("sm90", mask=mask), q_len=length, k_len=length)
+    kind = "longest" if (kind, length) == ("long", tables.LONGEST) else kind
     assert tables.kind_of(problem) == kind
     assert choose(problem, "dkdv") == row("sm90", "dkdv", 64, 2).config(kind)
 

@@ -510,6 +510,18 @@ def test_a_recorded_launch_compiles_for_amd() -> None:
     assert taken.shared == compiled.metadata.shared > 0
 
 
+def test_a_uniform_register_that_nothing_wrote_is_seen() -> None:
+    listing = """
+        /*0010*/                   UMOV UR4, 0x400 ;                            /* 0x0000040000047882 */
+        /*0020*/              @!P0 UIADD3.64 UR10, UR4, 0x40, URZ ;
+        /*0030*/                   UIADD3 UR18, UP1, UR18, 0x40, URZ ;
+        /*0040*/                   HGMMA.64x32x16.F32.BF16 R24, R84, gdesc[UR8].tnspB, RZ, !UPT ;
+        /*0050*/                   HGMMA.64x32x16.F32.BF16 R24, R92, gdesc[UR16].tnspB, R24, gsb0 ;
+        /*0060*/                   STG.E desc[UR6][R2.64], R4 ;
+    """
+    assert module._unwritten(listing) == {18, 19, 6}
+
+
 def test_spills_are_what_ptxas_counts(tmp_path: Path) -> None:
     compiled = compile_for(recorded(rows=64, warps=4, d=32), GPUTarget("cuda", 80, 32))
     again = compile_for(recorded(rows=128, warps=2, d=16), GPUTarget("cuda", 80, 32))

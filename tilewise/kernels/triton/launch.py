@@ -396,11 +396,14 @@ class Resources:
     spilled: bytes of a thread that the code stores to and loads from local memory, each instruction counted once, as
         `ptxas -v` counts (on AMD GPUs the bytes of the registers that are spilled)
     shared: bytes of a block of threads
+    unwritten: uniform registers that are read before any instruction, in the order of the code, writes them: ptxas erred
+        (12.8 does, see `options.widths`), and the kernel's results are wrong
     """
 
     registers: int
     spilled: int
     shared: int
+    unwritten: int = 0
 
 
 def resources(compiled: CompiledKernel) -> Resources:
@@ -424,7 +427,27 @@ def resources(compiled: CompiledKernel) -> Resources:
         registers=_number(r"\bREG:(\d+)", listing),
         spilled=sum(int(width or 32) // 8 for width in widths),
         shared=compiled.metadata.shared,
+        unwritten=len(_unwritten(listing)),
     )
+
+
+def _unwritten(listing: str) -> set[int]:
+    """The uniform registers of NVIDIA's listing that are read first and written later, or never."""
+    written: set[int] = set()
+    missing: set[int] = set()
+    for name, text in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*) +([^;]*);", listing):
+        first, _, others = text.partition(",")
+        target = re.fullmatch(r"UR(\d+)", first.strip())
+        # A wgmma's operand names four registers; the descriptor of the matrix that is always in memory is in the last two.
+        reads = {int(n) + 2 for n in re.findall(r"gdesc\[UR(\d+)\]", text)}
+        reads |= {n + 1 for n in reads}
+        plain = re.sub(r"gdesc\[UR\d+\]", "", others if target else text)
+        reads |= {int(n) for n in re.findall(r"\bUR(\d+)\b", plain)}
+        missing |= reads - written
+        if target:
+            wide = 4 if "128" in name else 2 if "64" in name or "WIDE" in name else 1
+            written |= set(range(int(target[1]), int(target[1]) + wide))
+    return missing
 
 
 def _number(pattern: str, listing: str) -> int:

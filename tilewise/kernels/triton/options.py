@@ -52,7 +52,7 @@ class Options:
 
     D: int
     DV: int
-    WIDTH: int  # D and DV as a tile has them: powers of two, 16 at least
+    WIDTH: int  # D and DV as a tile has them: powers of two, 16 at least (`widths`)
     V_WIDTH: int
     ROWS: int
     KEYS: int
@@ -97,8 +97,9 @@ class Options:
         rows, keys = (TILE, TILE) if blocks else (config.rows, config.keys)
         even = not (varied or problem.q_len % rows or problem.k_len % keys)
         banded = not problem.band.is_full
+        wide, v_wide = widths(problem.qk_dim, problem.v_dim, precision)
         return cls(
-            D=problem.qk_dim, DV=problem.v_dim, WIDTH=width(problem.qk_dim), V_WIDTH=width(problem.v_dim),
+            D=problem.qk_dim, DV=problem.v_dim, WIDTH=wide, V_WIDTH=v_wide,
             ROWS=config.rows, KEYS=config.keys, TMA=config.tma and aligned, ALIGNED=aligned,
             PACKED=problem.q_layout is Layout.PACKED, Q_LENS=problem.q_lens, K_LENS=problem.k_lens,
             LEFT=problem.band.left is not None, RIGHT=problem.band.right is not None, TOP_LEFT=problem.band.align == "top_left",
@@ -116,6 +117,12 @@ class Options:
         )  # fmt: skip
 
 
-def width(d: int) -> int:
-    """The columns of a tile for head size d: the next power of two, 16 at least."""
-    return max(16, 1 << (d - 1).bit_length())
+def widths(d: int, v_dim: int, precision: str) -> tuple[int, int]:
+    """The columns of the tiles of q, k and of v, dO: the next power of two, 16 at least.
+
+    "bf16x6": the wider for all. The parts of narrower ones are swizzled otherwise where the others' were in shared memory
+    before, and ptxas 12.8 then leaves out an instruction: a uniform register of a wgmma's descriptor is read that nothing
+    has written (d 64, dv 32, forward; wrong results or an illegal address on an H200).
+    """
+    wide, v_wide = (max(16, 1 << (n - 1).bit_length()) for n in (d, v_dim))
+    return (max(wide, v_wide),) * 2 if precision == "bf16x6" else (wide, v_wide)
