@@ -92,7 +92,8 @@ def test_nearly_every_kind_of_named_case_is_there() -> None:
     assert large <= {kind(name) for name in (
         "3 randn, 1024, d 128", "everything 1000, 512", "causal 2048 x 1024", "empty sequences first, long last",
         "block mask, every option", "packed, block mask", "dropout, origin, blocks", "slopes 0",
-        "slopes of both signs, far keys", "block mask of everything",
+        "slopes of both signs, far keys", "block mask of everything", "whole tiles 0", "whole block mask 0",
+        "whole tiles, every option",
     )}  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from where import BACKEND, DEVICE, REHEARSAL, WHY_NOT, set_up
 import tilewise
 
 HERE = Path(__file__).parent
-PROCESSES = 2 if REHEARSAL else min(16, os.cpu_count() or 1)
+PROCESSES = 2 if REHEARSAL else max(1, min(16, os.cpu_count() or 1) - 1)  # one core is the other tests'
 SECONDS = 400.0  # for the cases of the pool
 
 notes: list[str] = []  # for the summary
 counts: Counter[str] = Counter()
 outcomes: dict[str, list[str]] = defaultdict(list)
 deselected: set[str] = set()
+at_work: Future[dict[str, pool.Verdict]] | None = None
 
 set_up()
 
@@ -37,6 +39,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if WHY_NOT:
                 item.add_marker(pytest.mark.skip(reason=WHY_NOT))
+    items.sort(key=lambda item: bool(_case_of(item)))  # while the others run, the pool works on these
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    global at_work
+    names = [_case_of(item) for item in session.items if _case_of(item)]
+    if names and not WHY_NOT and not session.config.option.collectonly:
+        at_work = ThreadPoolExecutor(1).submit(_verdicts_of, names)
+
+
+def _case_of(item: pytest.Item) -> str:
+    """The name of the case that a test asks the pool for; "" where it asks for none."""
+    ours = HERE in item.path.parents and hasattr(item, "callspec")
+    return item.callspec.params.get("case_name", "") if ours else ""
 
 
 @pytest.fixture
@@ -71,10 +87,13 @@ def memory_is_given_back() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def verdicts(request: pytest.FixtureRequest) -> dict[str, pool.Verdict]:
-    """Of all selected cases, and of those that other tests use, so that these find their kernels compiled."""
-    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    names = [given["case_name"] for given in params if "case_name" in given]
+def verdicts() -> dict[str, pool.Verdict]:
+    assert at_work
+    return at_work.result()
+
+
+def _verdicts_of(names: list[str]) -> dict[str, pool.Verdict]:
+    """Of these cases; and of those that other tests use, so that most of these find their kernels compiled."""
     chosen = {name: on_gpu()[name] for name in names}
     promised = {f"promised {name}": case for name, case in PROMISED.items()}
     promised |= {f"traced {name}": for_triton(case) for name, case in TRACED.items()}
