@@ -7,6 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pool
 import pytest
 import stamp
 import torch
+from cases import Case
 from test_torch import CASES as TRACED
 from triton_cases import PROMISED, for_triton, on_gpu
 from where import BACKEND, DEVICE, REHEARSAL, WHY_NOT, set_up
@@ -28,7 +30,7 @@ notes: list[str] = []  # for the summary
 counts: Counter[str] = Counter()
 outcomes: dict[str, list[str]] = defaultdict(list)
 deselected: set[str] = set()
-at_work: Future[dict[str, pool.Verdict]] | None = None
+at_work: dict[str, Future[dict[str, pool.Verdict]]] = {}
 
 set_up()
 
@@ -43,10 +45,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    global at_work
-    names = [_case_of(item) for item in session.items if _case_of(item)]
-    if names and not WHY_NOT and not session.config.option.collectonly:
-        at_work = ThreadPoolExecutor(1).submit(_verdicts_of, names)
+    if WHY_NOT or session.config.option.collectonly or not any(HERE in item.path.parents for item in session.items):
+        return
+    promised = {f"promised {name}": case for name, case in PROMISED.items()}
+    promised |= {f"traced {name}": for_triton(case) for name, case in TRACED.items()}
+    chosen = {name: on_gpu()[name] for item in session.items if (name := _case_of(item))}
+    worker = ThreadPoolExecutor(1)  # one pool after the other
+    at_work["compiled"] = worker.submit(_judge, {} if REHEARSAL else promised, frozenset(promised))
+    at_work["verdicts"] = worker.submit(_judge, chosen, frozenset())
 
 
 def _case_of(item: pytest.Item) -> str:
@@ -87,19 +93,20 @@ def memory_is_given_back() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def compiled() -> None:
+    """For tests that are not about compiling: they find the kernels of PROMISED compiled."""
+    at_work["compiled"].result()
+
+
+@pytest.fixture(scope="session")
 def verdicts() -> dict[str, pool.Verdict]:
-    assert at_work
-    return at_work.result()
+    """Of all selected cases."""
+    return at_work["verdicts"].result()
 
 
-def _verdicts_of(names: list[str]) -> dict[str, pool.Verdict]:
-    """Of these cases; and of those that other tests use, so that most of these find their kernels compiled."""
-    chosen = {name: on_gpu()[name] for name in names}
-    promised = {f"promised {name}": case for name, case in PROMISED.items()}
-    promised |= {f"traced {name}": for_triton(case) for name, case in TRACED.items()}
-    promised = {} if REHEARSAL else promised
+def _judge(cases: dict[str, Case], twice: frozenset[str]) -> dict[str, pool.Verdict]:
     start = time.perf_counter()
-    found = pool.verdicts(chosen | promised, frozenset(promised), PROCESSES, SECONDS)
+    found = pool.verdicts(cases, twice, PROCESSES, SECONDS)
     slowest = sorted(found, key=lambda name: -found[name].seconds)[:8]
     notes.append(f"{len(found)} cases on {PROCESSES} processes in {time.perf_counter() - start:.0f} s; the slowest:")
     notes.extend(f"  {found[name].seconds:6.1f} s  {name}" for name in slowest)
@@ -121,6 +128,9 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Stamps a run of all of this folder on a GPU; a run of a part of it repairs the stamp of the same code."""
+    unfinished = [future for future in at_work.values() if not (future.cancel() or future.done())]
+    for process in active_children() if unfinished else ():  # interrupted, or -x: nobody waits for them
+        process.kill()
     if WHY_NOT or REHEARSAL or exitstatus not in (0, 1) or hasattr(session.config, "workerinput"):
         return  # no worker has seen it all, and an interrupted run has not either
     items = [item for item in getattr(session, "items", []) if HERE in item.path.parents]

@@ -48,10 +48,7 @@ def verdicts(cases: Mapping[str, Case], twice: frozenset[str], processes: int, l
     groups = defaultdict(list)
     for name, case in cases.items():
         groups[tuple(specialisation(case).items())].append((name, case, name in twice))
-    # The longest first, but before them what the tests beside the pool wait for.
-    slow_first = sorted(
-        groups.values(), key=lambda group: (not group[0][2], -max(case.dim + case.v_dim for _, case, _ in group))
-    )
+    slow_first = sorted(groups.values(), key=lambda group: -max(case.dim + case.v_dim for _, case, _ in group))
     found: dict[str, Verdict] = {}
     with tempfile.TemporaryDirectory() as notes:
         pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, (notes,))

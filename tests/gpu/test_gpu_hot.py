@@ -18,7 +18,7 @@ from where import moved
 import tilewise
 from tilewise import causal
 
-pytestmark = pytest.mark.usefixtures("verdicts", "cuda")
+pytestmark = pytest.mark.usefixtures("compiled", "cuda")
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 GIB, MIB = 2**30, 2**20
 SMALL = 1000 if REHEARSAL else 1  # what sizes are divided by to try the tests themselves
 
-pytestmark = pytest.mark.usefixtures("verdicts")
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 @pytest.fixture(autouse=True)

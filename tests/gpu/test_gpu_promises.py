@@ -1,6 +1,6 @@
 """What the contract promises beyond right numbers, on a GPU: bits that hold still and what nobody may see.
 
-All of it with the specialisations of PROMISED, which `verdicts` has had compiled.
+All of it with the specialisations of PROMISED, which `compiled` waits for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from where import REHEARSAL, moved
 import tilewise
 from tilewise import Band, causal
 
-pytestmark = pytest.mark.usefixtures("verdicts", "poisoned")
+pytestmark = pytest.mark.usefixtures("compiled", "poisoned")
 
 BF16, F32 = torch.bfloat16, torch.float32
 DENSE = [name for name, case in PROMISED.items() if case.cu_q is None and case.q_lens is None]

@@ -22,7 +22,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 TRACED = {name: for_triton(case) for name, case in CASES.items()}
 SOME = list(TRACED)[::5] if REHEARSAL else list(TRACED)
 
-pytestmark = pytest.mark.usefixtures("verdicts")
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 @pytest.fixture
