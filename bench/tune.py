@@ -2,8 +2,8 @@
 
 Every candidate is compiled and checked on a small problem, many processes at a time; those that are right are timed by
 one process on each length in turn, and after each length only those within a quarter of the best go on. Candidates that
-fail (no room in shared memory, say) are rows with their reason. A backward's time is that of the whole backward: the
-other kernels keep their present Config.
+fail (no room in shared memory, say) are rows with their reason. A backward's time is that of the whole backward, whose
+other kernels keep their present Config; with `--alone` it is that of the one kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ class Task:
     mask: str = "full"
     layout: str = "dense"
     bias: bool = False
+    alone: bool = False  # dkdv, dq: without the backward's other kernels
 
     @property
     def measured(self) -> str:
@@ -128,6 +129,20 @@ def chosen(task: Task, candidate: Candidate) -> Iterator[mock.Mock]:
     forget()
 
 
+@contextmanager
+def alone(task: Task) -> Iterator[None]:
+    """A backward launches the task's kernel only; what it reads of the others' is whatever lies there."""
+    host = importlib.import_module("tilewise.kernels.triton.host")
+    plan = host._backward
+
+    def one_of(*args: Any) -> Any:
+        others = {"dq", "dkdv"} - {task.direction}
+        return plan(*args)._replace(**dict.fromkeys(others, lambda *tensors: None))
+
+    with mock.patch.object(host, "_backward", one_of) if task.alone else nullcontext():
+        yield
+
+
 def forget() -> None:
     """Empty the functools caches of the backend's modules."""
     for module in [sys.modules[name] for name in sys.modules if name.startswith("tilewise.kernels.triton")]:
@@ -199,7 +214,7 @@ def clock(question: tuple[Task, Candidate, int]) -> float:
     setting = Setting()
     batch = max(1, setting.tokens // seq)
     heads = 16 if task.bias else setting.heads(task.d)
-    with chosen(task, candidate):
+    with chosen(task, candidate), alone(task):
         call, _, _ = call_of(task, setting, 1 if task.bias else batch, heads, seq)
         read = timing.timer(call, timing.overwritten())
         return min(read() for _ in range(2))
@@ -267,7 +282,8 @@ def tflops(task: Task, seq: int, ms: float) -> float:
     heads = 16 if task.bias else setting.heads(task.d)
     batch = 1 if task.bias else max(1, setting.tokens // seq)
     share = {"full": 1.0, "causal": 0.5, "blocks": 0.25, "window": min(1.0, WINDOW / seq)}[task.mask]
-    return OPERATIONS[task.measured] * batch * heads * task.d * seq * seq * share / ms * 1e-9
+    operations = {"dkdv": 8.0, "dq": 6.0}[task.direction] if task.alone else OPERATIONS[task.measured]
+    return operations * batch * heads * task.d * seq * seq * share / ms * 1e-9
 
 
 FIELDS = [*(f.name for f in fields(Task)), *(f.name for f in fields(Candidate)), "seq", "ms", "tflops", "error"]
@@ -334,6 +350,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mask", type=names("full", "causal", "window", "blocks"), default="full")
     parser.add_argument("--layout", choices=["dense", "packed"], default="dense")
     parser.add_argument("--bias", action="store_true", help="with an additive bias and its gradient")
+    parser.add_argument("--alone", action="store_true", help="time dkdv or dq without the backward's other kernels")
     parser.add_argument("--lengths", type=integers, default=[4096, 1024, 16384], help="the first decides who goes on")
     for name, values in (("rows", "32,64,128"), ("keys", "32,64,128"), ("warps", "4,8"), ("stages", "2,3")):
         parser.add_argument(f"--{name}", type=integers, default=values)
@@ -349,7 +366,15 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
     """All combinations of what was asked for; a dbias kernel runs only beside a bias."""
     combinations = itertools.product(args.direction, args.d, args.dtype, args.mask)
     return [
-        Task(direction, d, dtype, mask, args.layout, args.bias or direction == "dbias")
+        Task(
+            direction,
+            d,
+            dtype,
+            mask,
+            args.layout,
+            args.bias or direction == "dbias",
+            args.alone and direction in ("dkdv", "dq"),
+        )
         for direction, d, dtype, mask in combinations
     ]
 

@@ -368,6 +368,21 @@ def test_the_candidate_is_what_the_backend_is_told() -> None:
     assert config.choose(problem, "dq") == before["dq"]
 
 
+def test_a_kernel_alone_is_the_only_one_that_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = pytest.importorskip("tilewise.kernels.triton.host")
+    launched: list[str] = []
+    plan = host._Backward((), *[lambda name=name: launched.append(name) for name in ("dq", "dkdv")], None, None)
+    monkeypatch.setattr(host, "_backward", lambda *args: plan)
+    for task in (tune.Task("dkdv", 64, alone=True), tune.Task("dq", 64)):
+        with tune.alone(task):
+            start = host._backward()
+            start.dq()
+            start.dkdv()
+    assert launched == ["dkdv", "dq", "dkdv"]
+    assert host._backward() is plan
+    assert tune.tflops(replace(task, alone=True), 2048, 2.0) == pytest.approx(0.6 * tune.tflops(task, 2048, 2.0))
+
+
 def test_a_candidate_that_was_not_run_is_no_candidate() -> None:
     """ "tiled" asks for no Config: the check must not pass for it."""
     with pytest.raises(RuntimeError, match="was not asked"):
