@@ -364,19 +364,12 @@ def parse() -> argparse.Namespace:
 
 def tasks_of(args: argparse.Namespace) -> list[Task]:
     """All combinations of what was asked for; a dbias kernel runs only beside a bias."""
-    combinations = itertools.product(args.direction, args.d, args.dtype, args.mask)
-    return [
-        Task(
-            direction,
-            d,
-            dtype,
-            mask,
-            args.layout,
-            args.bias or direction == "dbias",
-            args.alone and direction in ("dkdv", "dq"),
-        )
-        for direction, d, dtype, mask in combinations
-    ]
+
+    def task(direction: str, d: int, dtype: str, mask: str) -> Task:
+        alone = args.alone and direction in ("dkdv", "dq")
+        return Task(direction, d, dtype, mask, args.layout, args.bias or direction == "dbias", alone)
+
+    return list(itertools.starmap(task, itertools.product(args.direction, args.d, args.dtype, args.mask)))
 
 
 def lengths_of(task: Task, lengths: list[int]) -> list[int]:

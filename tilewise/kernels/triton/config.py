@@ -60,6 +60,8 @@ def _table(rows: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Row]) -> Tab
 
 
 _INTERPRETED = "Triton's interpreter: small, and sides that differ"
+# Of the rows that say _MEASURED, at d 64 and 128: full, long, longest and blocks, and dq's plain at d 128, are the fastest
+# of 2 to 5 with each kernel timed alone (bench/results/kernels_h200.csv).
 _MEASURED = "fastest of 11 to 64 on an H200, Triton 3.6, 2026-11-30 (python -m bench.tune)"
 _ALONE = "fastest of 3 to 8 on an H200, Triton 3.6, 2026-11-30, each kernel timed alone"
 _GUESSED = "not measured"
