@@ -92,7 +92,7 @@ def check(case: Case, d: int | None = None, v_dim: int | None = None) -> None:
     from triton.backends.compiler import GPUTarget
 
     from tilewise.kernels.triton import host
-    from tilewise.kernels.triton.launch import compile_for, recording, resources
+    from tilewise.kernels.launch import compile_for, recording, resources
 
     arch, direction, width, itemsize, _ = case
     problem, aux, tensors = asked(case, d or width, v_dim or width)

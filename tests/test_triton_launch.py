@@ -28,8 +28,8 @@ from triton.backends.nvidia.driver import CudaLauncher  # noqa: E402
 from triton.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
-from tilewise.kernels.triton import launch as module  # noqa: E402
-from tilewise.kernels.triton.launch import Launch, Ready, compile_for, launch, recording, resources  # noqa: E402
+from tilewise.kernels import launch as module  # noqa: E402
+from tilewise.kernels.launch import Launch, Ready, compile_for, launch, recording, resources  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 
@@ -449,7 +449,7 @@ def test_recording_launches_nothing(machine: Machine) -> None:
 INTERPRETED = """
 import importlib.util, sys, torch
 import triton, triton.language as tl
-from tilewise.kernels.triton.launch import Launch, compile_for, launch
+from tilewise.kernels.launch import Launch, compile_for, launch
 
 @triton.jit(do_not_specialize=["n"])
 def add(x, y, out, n, scale, SIDE: tl.constexpr, SQUARE: tl.constexpr):

@@ -80,10 +80,8 @@ def dq_kernel(
         kv = head // group
         q, q_r = steps.rows_of(q, s, head, q_start, q_b, q_h, q_r, O.ALIGNED)
         do, do_r = steps.rows_of(do, s, head, q_start, do_b, do_h, do_r, O.ALIGNED)
-        k, k_r = steps.rows_of(k, s, kv, k_start, k_b, k_h, k_r, O.ALIGNED)
-        v, v_r = steps.rows_of(v, s, kv, k_start, v_b, v_h, v_r, O.ALIGNED)
-        K = steps.source(k, k_r, k_used, KEYS, WIDTH, O.D, O.TMA)
-        V = steps.source(v, v_r, k_used, KEYS, V_WIDTH, O.DV, O.TMA)
+        K, k_r = steps.source(k, s, kv, k_start, k_b, k_h, k_r, k_used, KEYS, WIDTH, O.D, O)
+        V, v_r = steps.source(v, s, kv, k_start, v_b, v_h, v_r, k_used, KEYS, V_WIDTH, O.DV, O)
         diagonal = steps.diagonal(q_used, k_used, i0, j0, O)
         bias_at, slope, mask_at, pool, draw = steps.of_head(
             s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b, mask_h, bits, seed, O
@@ -100,10 +98,10 @@ def dq_kernel(
 
         i = first + tl.arange(0, ROWS)[:, None]
         rows = first + tl.arange(0, ROWS)
-        q_tile = steps.load_tile(q, q_r, first, q_used, ROWS, WIDTH, O.D, False, not O.EVEN)
-        do_tile = steps.load_tile(do, do_r, first, q_used, ROWS, V_WIDTH, O.DV, False, not O.EVEN)
+        q_tile = steps.load_tile(q, q_r, first, q_used, ROWS, WIDTH, O.D, 0, not O.EVEN)
+        do_tile = steps.load_tile(do, do_r, first, q_used, ROWS, V_WIDTH, O.DV, 0, not O.EVEN)
         at, o_r = steps.result(s, head, heads, q_len, q_start, O.DV, O.PACKED)
-        o_tile = steps.load_tile(o + at, o_r, first, q_used, ROWS, V_WIDTH, O.DV, False, not O.EVEN)
+        o_tile = steps.load_tile(o + at, o_r, first, q_used, ROWS, V_WIDTH, O.DV, 0, not O.EVEN)
         D = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
         if dlse is not None:
             dlse += s.to(tl.int64) * dlse_b + head.to(tl.int64) * dlse_h + q_start.to(tl.int64) * dlse_r
@@ -208,8 +206,8 @@ def dkdv_kernel(
     if first < k_span:
         k, k_r = steps.rows_of(k, s, kv, k_start, k_b, k_h, k_r, O.ALIGNED)
         v, v_r = steps.rows_of(v, s, kv, k_start, v_b, v_h, v_r, O.ALIGNED)
-        k_tile = steps.parts(steps.load_tile(k, k_r, first, k_used, KEYS, WIDTH, O.D, False, not O.EVEN), O)
-        v_tile = steps.parts(steps.load_tile(v, v_r, first, k_used, KEYS, V_WIDTH, O.DV, False, not O.EVEN), O)
+        k_tile = steps.parts(steps.load_tile(k, k_r, first, k_used, KEYS, WIDTH, O.D, 0, not O.EVEN), O)
+        v_tile = steps.parts(steps.load_tile(v, v_r, first, k_used, KEYS, V_WIDTH, O.DV, 0, not O.EVEN), O)
         diagonal = steps.diagonal(q_used, k_used, i0, j0, O)
         j = first + tl.arange(0, KEYS)[:, None]
         acc_k = tl.zeros((KEYS, WIDTH), tl.float32)
@@ -219,10 +217,8 @@ def dkdv_kernel(
         free_lo, free_hi = steps.mask_free_queries(first, last, left, right, diagonal, q_used)
         for member in tl.range(0, group):
             head = kv * group + member
-            q_rows, q_row = steps.rows_of(q, s, head, q_start, q_b, q_h, q_r, O.ALIGNED)
-            do_rows, do_row = steps.rows_of(do, s, head, q_start, do_b, do_h, do_r, O.ALIGNED)
-            Q = steps.source(q_rows, q_row, q_used, ROWS, WIDTH, O.D, O.TMA)
-            DO = steps.source(do_rows, do_row, q_used, ROWS, V_WIDTH, O.DV, O.TMA)
+            Q, q_row = steps.source(q, s, head, q_start, q_b, q_h, q_r, q_used, ROWS, WIDTH, O.D, O)
+            DO, do_row = steps.source(do, s, head, q_start, do_b, do_h, do_r, q_used, ROWS, V_WIDTH, O.DV, O)
             bias_at, slope, mask_at, pool, draw = steps.of_head(
                 s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b, mask_h, bits, seed, O
             )
@@ -325,8 +321,8 @@ def dbias_kernel(
                 lo, hi, _a, _z = walk.cut(lo, hi, lo, lo, KEYS)
                 L = steps.row_statistic(lse, first, q_used, steps.INF, ROWS, True)
                 D = steps.row_statistic(delta, first, q_used, 0.0, ROWS, True)
-                q_tile = steps.load_tile(q_rows, q_row, first, q_used, ROWS, O.WIDTH, O.D, False, True)
-                do_tile = steps.load_tile(do_rows, do_row, first, q_used, ROWS, O.V_WIDTH, O.DV, False, True)
+                q_tile = steps.load_tile(q_rows, q_row, first, q_used, ROWS, O.WIDTH, O.D, 0, True)
+                do_tile = steps.load_tile(do_rows, do_row, first, q_used, ROWS, O.V_WIDTH, O.DV, 0, True)
                 q_parts = steps.parts(q_tile, O)
                 do_parts = steps.parts(do_tile, O)
                 if O.BIAS_KEYS:
@@ -335,8 +331,8 @@ def dbias_kernel(
                 for t in tl.range(lo, hi):
                     j0_tile = t * KEYS
                     j = j0_tile + tl.arange(0, KEYS)[None, :]
-                    k_tile = steps.load_tile(k_rows, k_row, j0_tile, k_used, KEYS, O.WIDTH, O.D, False, True)
-                    v_tile = steps.load_tile(v_rows, v_row, j0_tile, k_used, KEYS, O.V_WIDTH, O.DV, False, True)
+                    k_tile = steps.load_tile(k_rows, k_row, j0_tile, k_used, KEYS, O.WIDTH, O.D, 0, True)
+                    v_tile = steps.load_tile(v_rows, v_row, j0_tile, k_used, KEYS, O.V_WIDTH, O.DV, 0, True)
                     k_parts = steps.parts(k_tile, O)
                     v_parts = steps.parts(v_tile, O)
                     if O.BLOCKS:

@@ -51,10 +51,8 @@ def forward_kernel(
     if first < q_span:
         kv = head // group
         q, q_r = steps.rows_of(q, s, head, q_start, q_b, q_h, q_r, O.ALIGNED)
-        k, k_r = steps.rows_of(k, s, kv, k_start, k_b, k_h, k_r, O.ALIGNED)
-        v, v_r = steps.rows_of(v, s, kv, k_start, v_b, v_h, v_r, O.ALIGNED)
-        K = steps.source(k, k_r, k_used, KEYS, O.WIDTH, O.D, O.TMA)
-        V = steps.source(v, v_r, k_used, KEYS, V_WIDTH, O.DV, O.TMA)
+        K, k_r = steps.source(k, s, kv, k_start, k_b, k_h, k_r, k_used, KEYS, O.WIDTH, O.D, O)
+        V, v_r = steps.source(v, s, kv, k_start, v_b, v_h, v_r, k_used, KEYS, V_WIDTH, O.DV, O)
         diagonal = steps.diagonal(q_used, k_used, i0, j0, O)
         bias_at, slope, mask_at, pool, draw = steps.of_head(
             s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b, mask_h, bits, seed, O
@@ -66,7 +64,7 @@ def forward_kernel(
         i = first + tl.arange(0, ROWS)[:, None]
         common = (k_r, v_r, k_used, scale, softcap, draw, threshold, s + b0, head + h0, i0, j0, terms)
 
-        tile = steps.parts(steps.load_tile(q, q_r, first, q_used, ROWS, O.WIDTH, O.D, False, not O.EVEN), O)
+        tile = steps.parts(steps.load_tile(q, q_r, first, q_used, ROWS, O.WIDTH, O.D, 0, not O.EVEN), O)
         acc = tl.zeros((ROWS, V_WIDTH), tl.float32)
         m = tl.full((ROWS,), -steps.INF, tl.float32)
         l = tl.zeros((ROWS,), tl.float32)

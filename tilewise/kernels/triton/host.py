@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ...block_mask import BlockMask, TileLists
 from ...problem import NOTHING, Aux, Grads, Layout, Origin, Problem
+from ..launch import NO_BOXES, Box, Boxes, Ready
 from . import config
 from .backward import dbias_kernel, dkdv_kernel, dq_kernel, per_head_kernel
 from .forward import forward_kernel
-from .launch import Ready
-from .options import NO_PAIRS, Options, Pairs
+from .options import BOX, NO_PAIRS, OWN, Options, Pairs, widths
 
 LOG2E = math.log2(math.e)
 LONGEST_TILE = 1024  # rows: per_head_kernel's
@@ -48,10 +48,11 @@ def _forward(
     """The launch, o and lse."""
     cfg = config.choose(problem, "forward")
     is_aligned, steps = strides(*of_rows)
+    tma, boxes = _passing(problem, cfg, is_aligned, precision, (4, 5), *of_rows[1:])
     start = Ready(
         forward_kernel, (_tiles(problem, problem.q_len, cfg.rows) * problem.heads,),
         (*_common(problem, origin, _together(problem)), *steps, *_numbers(apart)),
-        {"O": Options.of(problem, cfg, is_aligned, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages,
+        {"O": Options.of(problem, cfg, is_aligned, tma, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages, boxes,
     )  # fmt: skip
     return start, _memory(problem.o_shape, problem.dtype), _memory(problem.lse_shape, torch.float32)
 
@@ -119,7 +120,7 @@ def _backward(
     broadcast = None
     if dbias is not None and of_dbias is not None and not full:
         broadcast = _broadcast_dbias(problem, precision, origin, by_query, dbias, of_dbias[:4], *of_rows)
-    shapes = (*problem.o_shape[:-1], problem.qk_dim), problem.k_shape, (*problem.k_shape[:-1], problem.v_dim)
+    shapes = _q_shape(problem), problem.k_shape, _v_shape(problem)
     return _Backward(
         (*[_memory(shape, problem.dtype) for shape in shapes], _memory((_statistics(problem),), torch.float32)),
         _dq(problem, precision, origin, by_query, of_dbias if full else None, of_dlse, *of_rows),
@@ -133,10 +134,11 @@ def _dkdv(problem: Problem, precision: str, origin: Origin, apart: Apart, *of_ro
     cfg = config.choose(problem, "dkdv")
     is_aligned, steps = strides(*of_rows)
     together = max(1, _together(problem) // problem.group)
+    tma, boxes = _passing(problem, cfg, is_aligned, precision, (4, 3), of_rows[1], of_rows[0], queries=True)
     return Ready(
         dkdv_kernel, (_tiles(problem, problem.k_len, cfg.keys) * problem.kv_heads,),
         (*_common(problem, origin, together), *steps, *_numbers(apart)),
-        {"O": Options.of(problem, cfg, is_aligned, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages,
+        {"O": Options.of(problem, cfg, is_aligned, tma, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages, boxes,
     )  # fmt: skip
 
 
@@ -146,13 +148,15 @@ def _dq(
 ) -> Ready:  # fmt: skip
     cfg = config.choose(problem, "dq")
     is_aligned, steps = strides(*of_rows)
+    tma, boxes = _passing(problem, cfg, is_aligned, precision, (9, 10), *of_rows[2:])
     along = (0,) * 3 if of_dlse is None else (*(0,) * (3 - len(of_dlse)), *of_dlse)
     return Ready(
         dq_kernel, (_tiles(problem, problem.q_len, cfg.rows) * problem.heads,),
         (
             *_common(problem, origin, _together(problem)), *steps, *_numbers(apart), *(dbias or NO_PAIRS).numbers[:4], *along,
         ),
-        {"O": Options.of(problem, cfg, is_aligned, origin, precision, *apart[1:3], dbias)}, cfg.warps, cfg.stages,
+        {"O": Options.of(problem, cfg, is_aligned, tma, origin, precision, *apart[1:3], dbias)}, cfg.warps, cfg.stages,
+        boxes,
     )  # fmt: skip
 
 
@@ -166,7 +170,7 @@ def _broadcast_dbias(
     return Ready(
         dbias_kernel, (b * h * -(-rows // cfg.rows) * -(-keys // cfg.keys),),
         (*_common(problem, origin, 1), *steps, *_numbers(apart), *of_dbias),
-        {"O": Options.of(problem, cfg, is_aligned, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages,
+        {"O": Options.of(problem, cfg, is_aligned, 0, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages,
     )  # fmt: skip
 
 
@@ -174,7 +178,7 @@ def _per_head(problem: Problem, precision: str) -> Ready:
     cfg = config.choose(problem, "dq")
     return Ready(
         per_head_kernel, (problem.batch * problem.heads,), (problem.batch, problem.heads, problem.q_len),
-        {"O": Options.of(problem, cfg, False, (0, 0, 0, 0), precision)}, 4, 1,
+        {"O": Options.of(problem, cfg, False, 0, NOTHING.origin, precision)}, 4, 1,
     )  # fmt: skip
 
 
@@ -279,6 +283,42 @@ def strides(*of_tensors: Strides) -> tuple[bool, Strides]:
         out += stride[:3] if len(stride) == 4 else (0, stride[1], stride[0])
     is_aligned = not any(n % 8 for n in out)
     return is_aligned, tuple([n // 8 for n in out]) if is_aligned else tuple(out)
+
+
+def _passing(
+    problem: Problem, cfg: config.Config, is_aligned: bool, precision: str, places: tuple[int, int], *of_two: Strides,
+    queries: bool = False,
+) -> tuple[int, Boxes]:  # fmt: skip
+    """How a kernel loads the tiles that pass by, k's and v's or (queries) q's and dO's: `Options.TMA`, and descriptors.
+
+    Where sequences end inside a tensor a descriptor of it all would not clip at their ends, and the hardware has none for
+    a tensor without elements, or (expanded) with one element for many.
+    """
+    if not (cfg.tma and is_aligned):
+        return 0, NO_BOXES
+    if queries:
+        shapes, side, lens = (_q_shape(problem), problem.o_shape), cfg.rows, problem.q_lens
+    else:
+        shapes, side, lens = (problem.k_shape, _v_shape(problem)), cfg.keys, problem.k_lens
+    steps = [
+        tuple([n if size > 1 else 8 for n, size in zip(strides[:3], shape, strict=False)])
+        for strides, shape in zip(of_two, shapes, strict=True)
+    ]
+    if problem.q_layout is Layout.PACKED or lens or 0 in shapes[0] or min(map(min, steps)) <= 0:
+        return OWN, NO_BOXES
+    columns = widths(problem.qk_dim, problem.v_dim, precision)
+    boxes = (
+        Box(shape, (*step, 1), (1, 1, side, wide)) for shape, step, wide in zip(shapes, steps, columns, strict=True)
+    )
+    return BOX, dict(zip(places, boxes, strict=True))
+
+
+def _q_shape(problem: Problem) -> tuple[int, ...]:
+    return (*problem.o_shape[:-1], problem.qk_dim)
+
+
+def _v_shape(problem: Problem) -> tuple[int, ...]:
+    return (*problem.k_shape[:-1], problem.v_dim)
 
 
 def _common(problem: Problem, origin: Origin, together: int) -> tuple[Any, ...]:

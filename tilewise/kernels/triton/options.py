@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...block_mask import TILE
-from ...problem import Layout, Origin, Problem
+from ...problem import NOTHING, Layout, Origin, Problem
 from .config import Config
 
 
@@ -46,6 +46,9 @@ class Pairs(NamedTuple):
 NO_PAIRS = Pairs(0, 0, 0, 0, 0, 0)
 
 
+OWN, BOX = 1, 2  # by descriptors: of each program's own rows, made by it; of the whole tensor, made on the host
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """The one compile-time argument of the kernels. Lengths are never in it."""
@@ -56,7 +59,7 @@ class Options:
     V_WIDTH: int
     ROWS: int
     KEYS: int
-    TMA: bool
+    TMA: int  # how the tiles that pass by are loaded: 0 by pointers, OWN, BOX
     ALIGNED: bool  # rows of q, k, v, dO begin at multiples of 16 bytes
     PACKED: bool
     Q_LENS: bool
@@ -89,8 +92,8 @@ class Options:
 
     @classmethod
     def of(
-        cls, problem: Problem, config: Config, aligned: bool, origin: Origin, precision: str, bias: Pairs = NO_PAIRS,
-        mask: Pairs = NO_PAIRS, dbias: Pairs | None = None,
+        cls, problem: Problem, config: Config, aligned: bool, tma: int, origin: Origin, precision: str,
+        bias: Pairs = NO_PAIRS, mask: Pairs = NO_PAIRS, dbias: Pairs | None = None,
     ) -> Options:  # fmt: skip
         blocks = problem.mask == "blocks"
         varied = problem.q_layout is Layout.PACKED or problem.q_lens or problem.k_lens
@@ -100,13 +103,13 @@ class Options:
         wide, v_wide = widths(problem.qk_dim, problem.v_dim, precision)
         return cls(
             D=problem.qk_dim, DV=problem.v_dim, WIDTH=wide, V_WIDTH=v_wide,
-            ROWS=config.rows, KEYS=config.keys, TMA=config.tma and aligned, ALIGNED=aligned,
+            ROWS=config.rows, KEYS=config.keys, TMA=tma, ALIGNED=aligned,
             PACKED=problem.q_layout is Layout.PACKED, Q_LENS=problem.q_lens, K_LENS=problem.k_lens,
             LEFT=problem.band.left is not None, RIGHT=problem.band.right is not None, TOP_LEFT=problem.band.align == "top_left",
             RAW=problem.scale > 0 and not (problem.softcap or problem.bias or problem.alibi),
             SOFTCAP=problem.softcap > 0, BIAS=problem.bias is not None, ALIBI=problem.alibi, SINK=problem.sink,
             BOOL=problem.mask == "bool", BLOCKS=blocks, EVEN=even, EDGES=banded or not even,
-            CUT=blocks and (varied or banded or origin != (0, 0, 0, 0)), DROPOUT=problem.dropout_p > 0,
+            CUT=blocks and (varied or banded or origin != NOTHING.origin), DROPOUT=problem.dropout_p > 0,
             # On tiles with one run a side Triton 3.6 drew wrong bits now and then (H200, wide heads, a boolean mask).
             RUNS=not (origin[2] % 16 or origin[3] % 16) and min(config.rows, config.keys) >= 32,
             HEADROOM=12 if problem.dtype is torch.float16 else 0, PRECISION=precision,

@@ -25,12 +25,14 @@ import triton
 import triton.language as tl
 
 from ... import mask as arithmetic
+from . import options
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LEAST = tl.constexpr(-3.4028234663852886e38)  # of fp32
 INF = tl.constexpr(float("inf"))
 TILE = tl.constexpr(128)  # a BlockMask's
+OWN, BOX = tl.constexpr(options.OWN), tl.constexpr(options.BOX)
 
 
 def _jit(function: Any) -> Any:
@@ -190,12 +192,23 @@ def mask_row(b, h, position, blocks_b, blocks_h, blocks_n):
 
 
 @triton.jit
-def source(x, row, end, SIDE: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr):
-    """What load_tile reads: rows [0, end) of DIM numbers at x, `row` elements from one to the next."""
-    if TMA:
-        return tl.make_tensor_descriptor(x, shape=[end, DIM], strides=[row.to(tl.int64), 1], block_shape=[SIDE, WIDTH])
+def source(
+    x, s, head, start, x_b, x_h, x_r, end, SIDE: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, O: tl.constexpr,
+):  # fmt: skip
+    """(what load_tile reads, from row to row): rows [0, end) of one sequence and head of x, DIM numbers each.
+
+    O.TMA: BOX, x is a descriptor of all sequences and heads, made on the host; OWN, each program makes one of its rows,
+    which takes its first microsecond; 0, x is a pointer.
+    """
+    if O.TMA == BOX:
+        return (x, s, head), x_r
     else:
-        return x
+        rows, x_r = rows_of(x, s, head, start, x_b, x_h, x_r, O.ALIGNED)
+        if O.TMA == OWN:
+            shape = [end, DIM]
+            return tl.make_tensor_descriptor(rows, shape, [x_r.to(tl.int64), 1], [SIDE, WIDTH]), x_r
+        else:
+            return rows, x_r
 
 
 @triton.jit
@@ -207,7 +220,9 @@ def load_tile(
 
     Hardware clips what a descriptor loads; a caller that knows the tile to lie inside says EDGE = False.
     """
-    if TMA:
+    if TMA == BOX:
+        return x[0].load([x[1], x[2], first, 0]).reshape(SIDE, WIDTH)
+    elif TMA == OWN:
         return x.load([first, 0])
     else:
         rows = tl.arange(0, SIDE)
