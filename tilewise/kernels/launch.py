@@ -214,7 +214,9 @@ class Ready:
     def _boxed(self, tensors: tuple[torch.Tensor | None, ...]) -> tuple[Any, ...]:
         if not self.boxes:
             return tensors
-        return tuple([self.boxes[n].around(x) if n in self.boxes and x is not None else x for n, x in enumerate(tensors)])
+        return tuple(
+            [self.boxes[n].around(x) if n in self.boxes and x is not None else x for n, x in enumerate(tensors)]
+        )
 
     def _left_out(self, tensors: tuple[torch.Tensor | None, ...]) -> tuple[None, ...]:
         """A None for each tensor that the call leaves out: the constexprs' places begin where those of numbers end."""
@@ -235,7 +237,12 @@ class Ready:
 
     def _through_triton(self, tensors: tuple[torch.Tensor | None, ...]) -> Any:
         return self.kernel[self.grid](
-            *self._boxed(tensors), *self.numbers, **self.constexprs, num_warps=self.warps, num_stages=self.stages, **_FUSED
+            *self._boxed(tensors),
+            *self.numbers,
+            **self.constexprs,
+            num_warps=self.warps,
+            num_stages=self.stages,
+            **_FUSED,
         )
 
 

@@ -46,9 +46,9 @@ def attend_queries(
     """(dq, the slope's gradient by row) with the keys [j0, j0 + KEYS) taken in; a full bias's gradient is stored."""
     PAST: tl.constexpr = EDGE and not O.EVEN
     j = j0 + tl.arange(0, O.KEYS)[None, :]
-    k_tile = steps.load_tile(K, k_r, j0, k_used, O.KEYS, O.WIDTH, O.D, O.TMA, PAST)
+    k_tile = steps.load_tile(K, k_r, j0, k_used, O.KEYS, O.WIDTH, O.D, O.PASS, PAST)
     k = steps.parts(k_tile, O)
-    v = steps.parts(steps.load_tile(V, v_r, j0, k_used, O.KEYS, O.V_WIDTH, O.DV, O.TMA, PAST), O)
+    v = steps.parts(steps.load_tile(V, v_r, j0, k_used, O.KEYS, O.V_WIDTH, O.DV, O.PASS, PAST), O)
     dS, capped = score_gradient(q, k, v, do, L, D, i, j, first, j0, bits_tile, *rest, EDGE=EDGE, MIXED=MIXED, O=O)
     if O.ALIBI:
         dslope -= tl.sum(dS * tl.abs(i + diagonal - j).to(tl.float32), 1)
@@ -78,10 +78,10 @@ def dq_kernel(
     k_start, _k_span, k_used = steps.extent(s, batch, k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
     if first < q_span:
         kv = head // group
-        q, q_r = steps.rows_of(q, s, head, q_start, q_b, q_h, q_r, O.ALIGNED)
-        do, do_r = steps.rows_of(do, s, head, q_start, do_b, do_h, do_r, O.ALIGNED)
-        K, k_r = steps.source(k, s, kv, k_start, k_b, k_h, k_r, k_used, KEYS, WIDTH, O.D, O)
-        V, v_r = steps.source(v, s, kv, k_start, v_b, v_h, v_r, k_used, KEYS, V_WIDTH, O.DV, O)
+        Q, q_r = steps.source(q, s, head, q_start, q_b, q_h, q_r, q_used, ROWS, WIDTH, O.D, O.STAY, O.ALIGNED)
+        DO, do_r = steps.source(do, s, head, q_start, do_b, do_h, do_r, q_used, ROWS, V_WIDTH, O.DV, O.STAY, O.ALIGNED)
+        K, k_r = steps.source(k, s, kv, k_start, k_b, k_h, k_r, k_used, KEYS, WIDTH, O.D, O.PASS, O.ALIGNED)
+        V, v_r = steps.source(v, s, kv, k_start, v_b, v_h, v_r, k_used, KEYS, V_WIDTH, O.DV, O.PASS, O.ALIGNED)
         diagonal = steps.diagonal(q_used, k_used, i0, j0, O)
         bias_at, slope, mask_at, pool, draw = steps.of_head(
             s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b, mask_h, bits, seed, O
@@ -98,8 +98,8 @@ def dq_kernel(
 
         i = first + tl.arange(0, ROWS)[:, None]
         rows = first + tl.arange(0, ROWS)
-        q_tile = steps.load_tile(q, q_r, first, q_used, ROWS, WIDTH, O.D, 0, not O.EVEN)
-        do_tile = steps.load_tile(do, do_r, first, q_used, ROWS, V_WIDTH, O.DV, 0, not O.EVEN)
+        q_tile = steps.load_tile(Q, q_r, first, q_used, ROWS, WIDTH, O.D, O.STAY, not O.EVEN)
+        do_tile = steps.load_tile(DO, do_r, first, q_used, ROWS, V_WIDTH, O.DV, O.STAY, not O.EVEN)
         at, o_r = steps.result(s, head, heads, q_len, q_start, O.DV, O.PACKED)
         o_tile = steps.load_tile(o + at, o_r, first, q_used, ROWS, V_WIDTH, O.DV, 0, not O.EVEN)
         D = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
@@ -164,13 +164,13 @@ def attend_keys(
     """(dk, dv) of the keys from `first` on, with the queries [i0, i0 + ROWS) taken in. Tiles are (KEYS, ROWS)."""
     PAST: tl.constexpr = EDGE and not O.EVEN
     rows = i0 + tl.arange(0, O.ROWS)
-    q_tile = steps.load_tile(Q, q_r, i0, q_used, O.ROWS, O.WIDTH, O.D, O.TMA, PAST)
+    q_tile = steps.load_tile(Q, q_r, i0, q_used, O.ROWS, O.WIDTH, O.D, O.PASS, PAST)
     q = steps.parts(q_tile, O)
     S, capped = steps.scores(k, steps.turned(q), scale, softcap, O)
     S = steps.bias_and_mask(S, rows[None, :], j, i0, bits_tile, *terms, EDGE=EDGE, MIXED=MIXED, O=O)
     L = steps.row_statistic(lse, i0, q_used, steps.INF, O.ROWS, PAST)
     P = tl.exp2(S * (scale if O.RAW else 1.0) - L[None, :])
-    do_tile = steps.load_tile(DO, do_r, i0, q_used, O.ROWS, O.V_WIDTH, O.DV, O.TMA, PAST)
+    do_tile = steps.load_tile(DO, do_r, i0, q_used, O.ROWS, O.V_WIDTH, O.DV, O.PASS, PAST)
     do = steps.parts(do_tile, O)
     dP = steps.product(v, steps.turned(do), None, O)
     kept = P
@@ -204,10 +204,10 @@ def dkdv_kernel(
     q_start, _q_span, q_used = steps.extent(s, batch, q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
     k_start, k_span, k_used = steps.extent(s, batch, k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
     if first < k_span:
-        k, k_r = steps.rows_of(k, s, kv, k_start, k_b, k_h, k_r, O.ALIGNED)
-        v, v_r = steps.rows_of(v, s, kv, k_start, v_b, v_h, v_r, O.ALIGNED)
-        k_tile = steps.parts(steps.load_tile(k, k_r, first, k_used, KEYS, WIDTH, O.D, 0, not O.EVEN), O)
-        v_tile = steps.parts(steps.load_tile(v, v_r, first, k_used, KEYS, V_WIDTH, O.DV, 0, not O.EVEN), O)
+        K, k_r = steps.source(k, s, kv, k_start, k_b, k_h, k_r, k_used, KEYS, WIDTH, O.D, O.STAY, O.ALIGNED)
+        V, v_r = steps.source(v, s, kv, k_start, v_b, v_h, v_r, k_used, KEYS, V_WIDTH, O.DV, O.STAY, O.ALIGNED)
+        k_tile = steps.parts(steps.load_tile(K, k_r, first, k_used, KEYS, WIDTH, O.D, O.STAY, not O.EVEN), O)
+        v_tile = steps.parts(steps.load_tile(V, v_r, first, k_used, KEYS, V_WIDTH, O.DV, O.STAY, not O.EVEN), O)
         diagonal = steps.diagonal(q_used, k_used, i0, j0, O)
         j = first + tl.arange(0, KEYS)[:, None]
         acc_k = tl.zeros((KEYS, WIDTH), tl.float32)
@@ -217,8 +217,10 @@ def dkdv_kernel(
         free_lo, free_hi = steps.mask_free_queries(first, last, left, right, diagonal, q_used)
         for member in tl.range(0, group):
             head = kv * group + member
-            Q, q_row = steps.source(q, s, head, q_start, q_b, q_h, q_r, q_used, ROWS, WIDTH, O.D, O)
-            DO, do_row = steps.source(do, s, head, q_start, do_b, do_h, do_r, q_used, ROWS, V_WIDTH, O.DV, O)
+            Q, q_row = steps.source(q, s, head, q_start, q_b, q_h, q_r, q_used, ROWS, WIDTH, O.D, O.PASS, O.ALIGNED)
+            DO, do_row = steps.source(
+                do, s, head, q_start, do_b, do_h, do_r, q_used, ROWS, V_WIDTH, O.DV, O.PASS, O.ALIGNED
+            )
             bias_at, slope, mask_at, pool, draw = steps.of_head(
                 s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b, mask_h, bits, seed, O
             )

@@ -22,14 +22,14 @@ def attend(
     """(o, m, l) with the keys [j0, j0 + KEYS) taken in."""
     PAST: tl.constexpr = EDGE and not O.EVEN
     j = j0 + tl.arange(0, O.KEYS)[None, :]
-    k = steps.load_tile(K, k_r, j0, k_used, O.KEYS, O.WIDTH, O.D, O.TMA, PAST)
+    k = steps.load_tile(K, k_r, j0, k_used, O.KEYS, O.WIDTH, O.D, O.PASS, PAST)
     S, _ = steps.scores(q, steps.turned(steps.parts(k, O)), scale, softcap, O)
     S = steps.bias_and_mask(S, i, j, j0, bits_tile, *terms, EDGE=EDGE, MIXED=MIXED, O=O)
     factor = scale if O.RAW else 1.0
     m, l, P, alpha = steps.rescale(m, l, S, factor, EDGE or MIXED or O.BIAS or O.BOOL, O.HEADROOM)
     if O.DROPOUT:
         P = tl.where(steps.keep(seed, threshold, b, h, first + origin_i, j0 + origin_j, True, O), P, 0.0)
-    v = steps.load_tile(V, v_r, j0, k_used, O.KEYS, O.V_WIDTH, O.DV, O.TMA, PAST)
+    v = steps.load_tile(V, v_r, j0, k_used, O.KEYS, O.V_WIDTH, O.DV, O.PASS, PAST)
     o = steps.product(steps.parts(P.to(v.dtype), O), steps.parts(v, O), o * alpha[:, None], O)
     return o, m, l
 
@@ -50,9 +50,9 @@ def forward_kernel(
     k_start, _k_span, k_used = steps.extent(s, batch, k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
     if first < q_span:
         kv = head // group
-        q, q_r = steps.rows_of(q, s, head, q_start, q_b, q_h, q_r, O.ALIGNED)
-        K, k_r = steps.source(k, s, kv, k_start, k_b, k_h, k_r, k_used, KEYS, O.WIDTH, O.D, O)
-        V, v_r = steps.source(v, s, kv, k_start, v_b, v_h, v_r, k_used, KEYS, V_WIDTH, O.DV, O)
+        Q, q_r = steps.source(q, s, head, q_start, q_b, q_h, q_r, q_used, ROWS, O.WIDTH, O.D, O.STAY, O.ALIGNED)
+        K, k_r = steps.source(k, s, kv, k_start, k_b, k_h, k_r, k_used, KEYS, O.WIDTH, O.D, O.PASS, O.ALIGNED)
+        V, v_r = steps.source(v, s, kv, k_start, v_b, v_h, v_r, k_used, KEYS, V_WIDTH, O.DV, O.PASS, O.ALIGNED)
         diagonal = steps.diagonal(q_used, k_used, i0, j0, O)
         bias_at, slope, mask_at, pool, draw = steps.of_head(
             s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b, mask_h, bits, seed, O
@@ -64,7 +64,7 @@ def forward_kernel(
         i = first + tl.arange(0, ROWS)[:, None]
         common = (k_r, v_r, k_used, scale, softcap, draw, threshold, s + b0, head + h0, i0, j0, terms)
 
-        tile = steps.parts(steps.load_tile(q, q_r, first, q_used, ROWS, O.WIDTH, O.D, 0, not O.EVEN), O)
+        tile = steps.parts(steps.load_tile(Q, q_r, first, q_used, ROWS, O.WIDTH, O.D, O.STAY, not O.EVEN), O)
         acc = tl.zeros((ROWS, V_WIDTH), tl.float32)
         m = tl.full((ROWS,), -steps.INF, tl.float32)
         l = tl.zeros((ROWS,), tl.float32)

@@ -16,7 +16,7 @@ from ..launch import NO_BOXES, Box, Boxes, Ready
 from . import config
 from .backward import dbias_kernel, dkdv_kernel, dq_kernel, per_head_kernel
 from .forward import forward_kernel
-from .options import BOX, NO_PAIRS, OWN, Options, Pairs, widths
+from .options import BOX, NO_PAIRS, NO_TMA, OWN, Options, Pairs, widths
 
 LOG2E = math.log2(math.e)
 LONGEST_TILE = 1024  # rows: per_head_kernel's
@@ -48,7 +48,8 @@ def _forward(
     """The launch, o and lse."""
     cfg = config.choose(problem, "forward")
     is_aligned, steps = strides(*of_rows)
-    tma, boxes = _passing(problem, cfg, is_aligned, precision, (4, 5), *of_rows[1:])
+    named = dict(zip(("q", "k", "v"), of_rows, strict=True))
+    *tma, boxes = _loads(problem, cfg, is_aligned, precision, {"k": 4, "v": 5}, {"q": 3}, named)
     start = Ready(
         forward_kernel, (_tiles(problem, problem.q_len, cfg.rows) * problem.heads,),
         (*_common(problem, origin, _together(problem)), *steps, *_numbers(apart)),
@@ -134,7 +135,8 @@ def _dkdv(problem: Problem, precision: str, origin: Origin, apart: Apart, *of_ro
     cfg = config.choose(problem, "dkdv")
     is_aligned, steps = strides(*of_rows)
     together = max(1, _together(problem) // problem.group)
-    tma, boxes = _passing(problem, cfg, is_aligned, precision, (4, 3), of_rows[1], of_rows[0], queries=True)
+    named = dict(zip(("do", "q", "k", "v"), of_rows, strict=True))
+    *tma, boxes = _loads(problem, cfg, is_aligned, precision, {"do": 3, "q": 4}, {"k": 5, "v": 6}, named)
     return Ready(
         dkdv_kernel, (_tiles(problem, problem.k_len, cfg.keys) * problem.kv_heads,),
         (*_common(problem, origin, together), *steps, *_numbers(apart)),
@@ -148,7 +150,8 @@ def _dq(
 ) -> Ready:  # fmt: skip
     cfg = config.choose(problem, "dq")
     is_aligned, steps = strides(*of_rows)
-    tma, boxes = _passing(problem, cfg, is_aligned, precision, (9, 10), *of_rows[2:])
+    named = dict(zip(("do", "q", "k", "v"), of_rows, strict=True))
+    *tma, boxes = _loads(problem, cfg, is_aligned, precision, {"k": 9, "v": 10}, {"do": 7, "q": 8}, named)
     along = (0,) * 3 if of_dlse is None else (*(0,) * (3 - len(of_dlse)), *of_dlse)
     return Ready(
         dq_kernel, (_tiles(problem, problem.q_len, cfg.rows) * problem.heads,),
@@ -170,7 +173,7 @@ def _broadcast_dbias(
     return Ready(
         dbias_kernel, (b * h * -(-rows // cfg.rows) * -(-keys // cfg.keys),),
         (*_common(problem, origin, 1), *steps, *_numbers(apart), *of_dbias),
-        {"O": Options.of(problem, cfg, is_aligned, 0, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages,
+        {"O": Options.of(problem, cfg, is_aligned, NO_TMA, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages,
     )  # fmt: skip
 
 
@@ -178,7 +181,7 @@ def _per_head(problem: Problem, precision: str) -> Ready:
     cfg = config.choose(problem, "dq")
     return Ready(
         per_head_kernel, (problem.batch * problem.heads,), (problem.batch, problem.heads, problem.q_len),
-        {"O": Options.of(problem, cfg, False, 0, NOTHING.origin, precision)}, 4, 1,
+        {"O": Options.of(problem, cfg, False, NO_TMA, NOTHING.origin, precision)}, 4, 1,
     )  # fmt: skip
 
 
@@ -285,32 +288,33 @@ def strides(*of_tensors: Strides) -> tuple[bool, Strides]:
     return is_aligned, tuple([n // 8 for n in out]) if is_aligned else tuple(out)
 
 
-def _passing(
-    problem: Problem, cfg: config.Config, is_aligned: bool, precision: str, places: tuple[int, int], *of_two: Strides,
-    queries: bool = False,
-) -> tuple[int, Boxes]:  # fmt: skip
-    """How a kernel loads the tiles that pass by, k's and v's or (queries) q's and dO's: `Options.TMA`, and descriptors.
+def _loads(
+    problem: Problem, cfg: config.Config, is_aligned: bool, precision: str, pass_by: dict[str, int],
+    stay: dict[str, int], of_rows: dict[str, Strides],
+) -> tuple[int, int, Boxes]:  # fmt: skip
+    """How a kernel loads the tiles that pass by and those that stay (`Options.PASS`, `STAY`), and the descriptors.
 
+    pass_by, stay: the places of q, k, v, do among the kernel's arguments.
     Where sequences end inside a tensor a descriptor of it all would not clip at their ends, and the hardware has none for
     a tensor without elements, or (expanded) with one element for many.
     """
     if not (cfg.tma and is_aligned):
-        return 0, NO_BOXES
-    if queries:
-        shapes, side, lens = (_q_shape(problem), problem.o_shape), cfg.rows, problem.q_lens
-    else:
-        shapes, side, lens = (problem.k_shape, _v_shape(problem)), cfg.keys, problem.k_lens
-    steps = [
-        tuple([n if size > 1 else 8 for n, size in zip(strides[:3], shape, strict=False)])
-        for strides, shape in zip(of_two, shapes, strict=True)
-    ]
-    if problem.q_layout is Layout.PACKED or lens or 0 in shapes[0] or min(map(min, steps)) <= 0:
-        return OWN, NO_BOXES
-    columns = widths(problem.qk_dim, problem.v_dim, precision)
-    boxes = (
-        Box(shape, (*step, 1), (1, 1, side, wide)) for shape, step, wide in zip(shapes, steps, columns, strict=True)
-    )
-    return BOX, dict(zip(places, boxes, strict=True))
+        return 0, 0, NO_BOXES
+    columns = dict(zip(("q", "v"), widths(problem.qk_dim, problem.v_dim, precision), strict=True))
+    found: Boxes = {}
+    for name, place in (pass_by | stay).items():
+        queries = name in ("q", "do")
+        shape = {"q": _q_shape(problem), "k": problem.k_shape, "v": _v_shape(problem), "do": problem.o_shape}[name]
+        side, lens = (cfg.rows, problem.q_lens) if queries else (cfg.keys, problem.k_lens)
+        strides = tuple([n if size > 1 else 8 for n, size in zip(of_rows[name][:3], shape, strict=False)])
+        if not (problem.q_layout is Layout.PACKED or lens or 0 in shape or min(strides) <= 0):
+            block = (1, 1, side, columns["q" if name in ("q", "k") else "v"])
+            found[place] = Box(shape, (*strides, 1), block)
+    if not all(place in found for place in pass_by.values()):
+        return OWN, 0, NO_BOXES
+    if not all(place in found for place in stay.values()):
+        return BOX, 0, {place: found[place] for place in pass_by.values()}
+    return BOX, BOX, found
 
 
 def _q_shape(problem: Problem) -> tuple[int, ...]:

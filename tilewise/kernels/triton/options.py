@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,6 +47,7 @@ class Pairs(NamedTuple):
 NO_PAIRS = Pairs(0, 0, 0, 0, 0, 0)
 
 
+NO_TMA = (0, 0)
 OWN, BOX = 1, 2  # by descriptors: of each program's own rows, made by it; of the whole tensor, made on the host
 
 
@@ -59,7 +61,8 @@ class Options:
     V_WIDTH: int
     ROWS: int
     KEYS: int
-    TMA: int  # how the tiles that pass by are loaded: 0 by pointers, OWN, BOX
+    PASS: int  # how the tiles that pass by are loaded: 0 by pointers, OWN, BOX
+    STAY: int  # and those that stay: 0, BOX
     ALIGNED: bool  # rows of q, k, v, dO begin at multiples of 16 bytes
     PACKED: bool
     Q_LENS: bool
@@ -92,7 +95,7 @@ class Options:
 
     @classmethod
     def of(
-        cls, problem: Problem, config: Config, aligned: bool, tma: int, origin: Origin, precision: str,
+        cls, problem: Problem, config: Config, aligned: bool, tma: Sequence[int], origin: Origin, precision: str,
         bias: Pairs = NO_PAIRS, mask: Pairs = NO_PAIRS, dbias: Pairs | None = None,
     ) -> Options:  # fmt: skip
         blocks = problem.mask == "blocks"
@@ -103,7 +106,7 @@ class Options:
         wide, v_wide = widths(problem.qk_dim, problem.v_dim, precision)
         return cls(
             D=problem.qk_dim, DV=problem.v_dim, WIDTH=wide, V_WIDTH=v_wide,
-            ROWS=config.rows, KEYS=config.keys, TMA=tma, ALIGNED=aligned,
+            ROWS=config.rows, KEYS=config.keys, PASS=tma[0], STAY=tma[1], ALIGNED=aligned,
             PACKED=problem.q_layout is Layout.PACKED, Q_LENS=problem.q_lens, K_LENS=problem.k_lens,
             LEFT=problem.band.left is not None, RIGHT=problem.band.right is not None, TOP_LEFT=problem.band.align == "top_left",
             RAW=problem.scale > 0 and not (problem.softcap or problem.bias or problem.alibi),

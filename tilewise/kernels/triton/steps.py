@@ -193,18 +193,19 @@ def mask_row(b, h, position, blocks_b, blocks_h, blocks_n):
 
 @triton.jit
 def source(
-    x, s, head, start, x_b, x_h, x_r, end, SIDE: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, O: tl.constexpr,
+    x, s, head, start, x_b, x_h, x_r, end, SIDE: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """(what load_tile reads, from row to row): rows [0, end) of one sequence and head of x, DIM numbers each.
 
-    O.TMA: BOX, x is a descriptor of all sequences and heads, made on the host; OWN, each program makes one of its rows,
+    TMA: BOX, x is a descriptor of all sequences and heads, made on the host; OWN, each program makes one of its rows,
     which takes its first microsecond; 0, x is a pointer.
     """
-    if O.TMA == BOX:
+    if TMA == BOX:
         return (x, s, head), x_r
     else:
-        rows, x_r = rows_of(x, s, head, start, x_b, x_h, x_r, O.ALIGNED)
-        if O.TMA == OWN:
+        rows, x_r = rows_of(x, s, head, start, x_b, x_h, x_r, ALIGNED)
+        if TMA == OWN:
             shape = [end, DIM]
             return tl.make_tensor_descriptor(rows, shape, [x_r.to(tl.int64), 1], [SIDE, WIDTH]), x_r
         else:
