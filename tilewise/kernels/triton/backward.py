@@ -78,10 +78,10 @@ def dq_kernel(
     k_start, _k_span, k_used = steps.extent(s, batch, k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
     if first < q_span:
         kv = head // group
-        Q, q_r = steps.source(q, s, head, q_start, q_b, q_h, q_r, q_used, ROWS, WIDTH, O.D, O.STAY, O.ALIGNED)
-        DO, do_r = steps.source(do, s, head, q_start, do_b, do_h, do_r, q_used, ROWS, V_WIDTH, O.DV, O.STAY, O.ALIGNED)
-        K, k_r = steps.source(k, s, kv, k_start, k_b, k_h, k_r, k_used, KEYS, WIDTH, O.D, O.PASS, O.ALIGNED)
-        V, v_r = steps.source(v, s, kv, k_start, v_b, v_h, v_r, k_used, KEYS, V_WIDTH, O.DV, O.PASS, O.ALIGNED)
+        Q, q_r = steps.source(q, s, head, q_start, q_b, q_h, q_r, q_used, O.STAY, O.ALIGNED)
+        DO, do_r = steps.source(do, s, head, q_start, do_b, do_h, do_r, q_used, O.STAY, O.ALIGNED)
+        K, k_r = steps.source(k, s, kv, k_start, k_b, k_h, k_r, k_used, O.PASS, O.ALIGNED)
+        V, v_r = steps.source(v, s, kv, k_start, v_b, v_h, v_r, k_used, O.PASS, O.ALIGNED)
         diagonal = steps.diagonal(q_used, k_used, i0, j0, O)
         bias_at, slope, mask_at, pool, draw = steps.of_head(
             s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b, mask_h, bits, seed, O
@@ -204,8 +204,8 @@ def dkdv_kernel(
     q_start, _q_span, q_used = steps.extent(s, batch, q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
     k_start, k_span, k_used = steps.extent(s, batch, k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
     if first < k_span:
-        K, k_r = steps.source(k, s, kv, k_start, k_b, k_h, k_r, k_used, KEYS, WIDTH, O.D, O.STAY, O.ALIGNED)
-        V, v_r = steps.source(v, s, kv, k_start, v_b, v_h, v_r, k_used, KEYS, V_WIDTH, O.DV, O.STAY, O.ALIGNED)
+        K, k_r = steps.source(k, s, kv, k_start, k_b, k_h, k_r, k_used, O.STAY, O.ALIGNED)
+        V, v_r = steps.source(v, s, kv, k_start, v_b, v_h, v_r, k_used, O.STAY, O.ALIGNED)
         k_tile = steps.parts(steps.load_tile(K, k_r, first, k_used, KEYS, WIDTH, O.D, O.STAY, not O.EVEN), O)
         v_tile = steps.parts(steps.load_tile(V, v_r, first, k_used, KEYS, V_WIDTH, O.DV, O.STAY, not O.EVEN), O)
         diagonal = steps.diagonal(q_used, k_used, i0, j0, O)
@@ -217,10 +217,8 @@ def dkdv_kernel(
         free_lo, free_hi = steps.mask_free_queries(first, last, left, right, diagonal, q_used)
         for member in tl.range(0, group):
             head = kv * group + member
-            Q, q_row = steps.source(q, s, head, q_start, q_b, q_h, q_r, q_used, ROWS, WIDTH, O.D, O.PASS, O.ALIGNED)
-            DO, do_row = steps.source(
-                do, s, head, q_start, do_b, do_h, do_r, q_used, ROWS, V_WIDTH, O.DV, O.PASS, O.ALIGNED
-            )
+            Q, q_row = steps.source(q, s, head, q_start, q_b, q_h, q_r, q_used, O.PASS, O.ALIGNED)
+            DO, do_row = steps.source(do, s, head, q_start, do_b, do_h, do_r, q_used, O.PASS, O.ALIGNED)
             bias_at, slope, mask_at, pool, draw = steps.of_head(
                 s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b, mask_h, bits, seed, O
             )

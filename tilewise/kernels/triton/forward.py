@@ -50,9 +50,9 @@ def forward_kernel(
     k_start, _k_span, k_used = steps.extent(s, batch, k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
     if first < q_span:
         kv = head // group
-        Q, q_r = steps.source(q, s, head, q_start, q_b, q_h, q_r, q_used, ROWS, O.WIDTH, O.D, O.STAY, O.ALIGNED)
-        K, k_r = steps.source(k, s, kv, k_start, k_b, k_h, k_r, k_used, KEYS, O.WIDTH, O.D, O.PASS, O.ALIGNED)
-        V, v_r = steps.source(v, s, kv, k_start, v_b, v_h, v_r, k_used, KEYS, V_WIDTH, O.DV, O.PASS, O.ALIGNED)
+        Q, q_r = steps.source(q, s, head, q_start, q_b, q_h, q_r, q_used, O.STAY, O.ALIGNED)
+        K, k_r = steps.source(k, s, kv, k_start, k_b, k_h, k_r, k_used, O.PASS, O.ALIGNED)
+        V, v_r = steps.source(v, s, kv, k_start, v_b, v_h, v_r, k_used, O.PASS, O.ALIGNED)
         diagonal = steps.diagonal(q_used, k_used, i0, j0, O)
         bias_at, slope, mask_at, pool, draw = steps.of_head(
             s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b, mask_h, bits, seed, O

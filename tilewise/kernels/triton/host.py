@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ...block_mask import BlockMask, TileLists
 from ...problem import NOTHING, Aux, Grads, Layout, Origin, Problem
-from ..launch import NO_BOXES, Box, Boxes, Ready
+from ..launch import Box, Boxes, Ready
 from . import config
 from .backward import dbias_kernel, dkdv_kernel, dq_kernel, per_head_kernel
 from .forward import forward_kernel
-from .options import BOX, NO_PAIRS, NO_TMA, OWN, Options, Pairs, widths
+from .options import BOX, FAR, NO_PAIRS, POINTERS, RAGGED, Options, Pairs, widths
 
 LOG2E = math.log2(math.e)
 LONGEST_TILE = 1024  # rows: per_head_kernel's
@@ -26,6 +26,7 @@ TOGETHER_BYTES = 24 << 20  # of keys and values that heads walked side by side m
 # A launch's numbers, grid and compile-time options follow from the Problem and from strides. They are made once for
 # calls that repeat: made anew each time, they take 40 microseconds of a forward's 60 on the host.
 READY = 512
+NO_BOX = (POINTERS, POINTERS)
 Strides = tuple[int, ...]
 Apart = tuple[int, Pairs, Pairs, Strides]  # slopes, bias, boolean mask, a BlockMask's lists
 Memory = tuple[tuple[int, ...], Strides, torch.dtype]  # what torch.empty_strided is to make
@@ -173,7 +174,7 @@ def _broadcast_dbias(
     return Ready(
         dbias_kernel, (b * h * -(-rows // cfg.rows) * -(-keys // cfg.keys),),
         (*_common(problem, origin, 1), *steps, *_numbers(apart), *of_dbias),
-        {"O": Options.of(problem, cfg, is_aligned, NO_TMA, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages,
+        {"O": Options.of(problem, cfg, is_aligned, NO_BOX, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages,
     )  # fmt: skip
 
 
@@ -181,7 +182,7 @@ def _per_head(problem: Problem, precision: str) -> Ready:
     cfg = config.choose(problem, "dq")
     return Ready(
         per_head_kernel, (problem.batch * problem.heads,), (problem.batch, problem.heads, problem.q_len),
-        {"O": Options.of(problem, cfg, False, NO_TMA, NOTHING.origin, precision)}, 4, 1,
+        {"O": Options.of(problem, cfg, False, NO_BOX, NOTHING.origin, precision)}, 4, 1,
     )  # fmt: skip
 
 
@@ -295,26 +296,54 @@ def _loads(
     """How a kernel loads the tiles that pass by and those that stay (`Options.PASS`, `STAY`), and the descriptors.
 
     pass_by, stay: the places of q, k, v, do among the kernel's arguments.
-    Where sequences end inside a tensor a descriptor of it all would not clip at their ends, and the hardware has none for
-    a tensor without elements, or (expanded) with one element for many.
     """
-    if not (cfg.tma and is_aligned):
-        return 0, 0, NO_BOXES
-    columns = dict(zip(("q", "v"), widths(problem.qk_dim, problem.v_dim, precision), strict=True))
-    found: Boxes = {}
-    for name, place in (pass_by | stay).items():
-        queries = name in ("q", "do")
-        shape = {"q": _q_shape(problem), "k": problem.k_shape, "v": _v_shape(problem), "do": problem.o_shape}[name]
-        side, lens = (cfg.rows, problem.q_lens) if queries else (cfg.keys, problem.k_lens)
-        strides = tuple([n if size > 1 else 8 for n, size in zip(of_rows[name][:3], shape, strict=False)])
-        if not (problem.q_layout is Layout.PACKED or lens or 0 in shape or min(strides) <= 0):
-            block = (1, 1, side, columns["q" if name in ("q", "k") else "v"])
-            found[place] = Box(shape, (*strides, 1), block)
-    if not all(place in found for place in pass_by.values()):
-        return OWN, 0, NO_BOXES
-    if not all(place in found for place in stay.values()):
-        return BOX, 0, {place: found[place] for place in pass_by.values()}
-    return BOX, BOX, found
+    how, boxes = [], {}
+    columns = widths(problem.qk_dim, problem.v_dim, precision)
+    for places in (pass_by, stay):
+        found = {}
+        for name, place in places.items():
+            queries = name in ("q", "do")
+            lens, side = (problem.q_lens, cfg.rows) if queries else (problem.k_lens, cfg.keys)
+            shape = {"q": _q_shape(problem), "k": problem.k_shape, "v": _v_shape(problem), "do": problem.o_shape}[name]
+            clipped = problem.q_layout is Layout.PACKED or lens
+            box = (ragged if clipped else whole)(shape, of_rows[name], side, columns[name in ("v", "do")])
+            if cfg.tma and is_aligned and box is not None:
+                found[place] = box
+        if len(found) < len(places):
+            how.append(POINTERS)
+        else:
+            how.append(RAGGED if clipped else BOX)
+            boxes |= found
+    return how[0], how[1], boxes
+
+
+def whole(shape: Strides, strides: Strides, side: int, width: int) -> Box | None:
+    """A descriptor of a dense x (B, H, S, D). None: the hardware has none for no elements, or one element for many."""
+    steps = tuple([n if size > 1 else 8 for n, size in zip(strides[:3], shape, strict=False)])
+    if 0 in shape or min(steps) <= 0:
+        return None
+    return Box(shape, (*steps, 1), (1, 1, side, width))
+
+
+def ragged(shape: Strides, strides: Strides, side: int, width: int) -> Box | None:
+    """A descriptor of x (T, H, D) or (B, H, S, D) that clips at an end which the kernel names, whatever lies behind it.
+
+    Row i of a sequence that has `end` rows from `start` on is at (FAR, start + end, head, FAR - end + i): from i = end on
+    it is past the fourth side, FAR, and the hardware gives zeros. Its address is right because the first side's stride,
+    2^34 elements less a row, takes back FAR rows, and FAR 2^34 elements are a multiple of 2^64 bytes. The trick is of
+    Triton's `tools.ragged_tma`. None: as `whole`, or sequences do not lie whole rows apart, or there are too many rows.
+    """
+    dense = len(shape) == 4
+    heads, d = (shape[1], shape[3]) if dense else shape[1:]
+    apart, of_head, row = strides[:3] if dense else (0, strides[1], strides[0])
+    apart, of_head = (apart if shape[0] > 1 else 0), (of_head if heads > 1 else 8)
+    rows = shape[0] if not dense else shape[2] + (shape[0] - 1) * apart // max(row, 1)
+    if 0 in shape or min(of_head, row) <= 0 or apart % row or rows > FAR:
+        return None
+    return Box((_MOST, _MOST, heads, FAR, d), (2**34 - row, row, of_head, row, 1), (1, 1, 1, side, width))
+
+
+_MOST = 0x7FFF0000  # a side that nothing reaches
 
 
 def _q_shape(problem: Problem) -> tuple[int, ...]:

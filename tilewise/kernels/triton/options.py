@@ -47,8 +47,9 @@ class Pairs(NamedTuple):
 NO_PAIRS = Pairs(0, 0, 0, 0, 0, 0)
 
 
-NO_TMA = (0, 0)
-OWN, BOX = 1, 2  # by descriptors: of each program's own rows, made by it; of the whole tensor, made on the host
+# How tiles are loaded: by pointers, or by descriptors (`steps.source`).
+POINTERS, BOX, RAGGED = 0, 1, 2
+FAR = 2**30  # the row that a RAGGED descriptor ends at
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,8 @@ class Options:
     V_WIDTH: int
     ROWS: int
     KEYS: int
-    PASS: int  # how the tiles that pass by are loaded: 0 by pointers, OWN, BOX
-    STAY: int  # and those that stay: 0, BOX
+    PASS: int  # how the tiles that pass by are loaded
+    STAY: int  # and those that stay
     ALIGNED: bool  # rows of q, k, v, dO begin at multiples of 16 bytes
     PACKED: bool
     Q_LENS: bool

@@ -32,7 +32,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 LEAST = tl.constexpr(-3.4028234663852886e38)  # of fp32
 INF = tl.constexpr(float("inf"))
 TILE = tl.constexpr(128)  # a BlockMask's
-OWN, BOX = tl.constexpr(options.OWN), tl.constexpr(options.BOX)
+BOX, RAGGED, FAR = tl.constexpr(options.BOX), tl.constexpr(options.RAGGED), tl.constexpr(options.FAR)
 
 
 def _jit(function: Any) -> Any:
@@ -192,24 +192,18 @@ def mask_row(b, h, position, blocks_b, blocks_h, blocks_n):
 
 
 @triton.jit
-def source(
-    x, s, head, start, x_b, x_h, x_r, end, SIDE: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """(what load_tile reads, from row to row): rows [0, end) of one sequence and head of x, DIM numbers each.
+def source(x, s, head, start, x_b, x_h, x_r, end, TMA: tl.constexpr, ALIGNED: tl.constexpr):
+    """(what load_tile reads, from row to row): rows [0, end) of one sequence and head of x.
 
-    TMA: BOX, x is a descriptor of all sequences and heads, made on the host; OWN, each program makes one of its rows,
-    which takes its first microsecond; 0, x is a pointer.
+    TMA: 0, x is a pointer; BOX, a descriptor (sequences, heads, rows, columns), which clips at the tensor's rows; RAGGED,
+    one that clips at `end` (`host.ragged`).
     """
     if TMA == BOX:
         return (x, s, head), x_r
+    elif TMA == RAGGED:
+        return (x, s * (x_b // x_r) + start + end, head, FAR - end), x_r
     else:
-        rows, x_r = rows_of(x, s, head, start, x_b, x_h, x_r, ALIGNED)
-        if TMA == OWN:
-            shape = [end, DIM]
-            return tl.make_tensor_descriptor(rows, shape, [x_r.to(tl.int64), 1], [SIDE, WIDTH]), x_r
-        else:
-            return rows, x_r
+        return rows_of(x, s, head, start, x_b, x_h, x_r, ALIGNED)
 
 
 @triton.jit
@@ -223,8 +217,8 @@ def load_tile(
     """
     if TMA == BOX:
         return x[0].load([x[1], x[2], first, 0]).reshape(SIDE, WIDTH)
-    elif TMA == OWN:
-        return x.load([first, 0])
+    elif TMA == RAGGED:
+        return x[0].load([FAR, x[1], x[2], x[3] + first, 0]).reshape(SIDE, WIDTH)
     else:
         rows = tl.arange(0, SIDE)
         columns = tl.arange(0, WIDTH)
