@@ -25,11 +25,11 @@ from .operands import RUN_TIME
 @triton.jit
 def score_gradient(
     q, k, v, do, L, D, i, j, first, j0, bits_tile, scale, softcap, seed, threshold, inverse_keep, b, h, origin_i,
-    origin_j, terms, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
+    origin_j, terms, edge, MIXED: tl.constexpr, O: tl.constexpr,
 ):  # fmt: skip
     """dS (ROWS, KEYS), the gradient of the masked scores; and tanh, for the softcap's derivative."""
     S, capped = steps.scores(q, steps.turned(k), scale, softcap, O)
-    S = steps.bias_and_mask(S, i, j, j0, bits_tile, *terms, EDGE=EDGE, MIXED=MIXED, O=O)
+    S = steps.bias_and_mask(S, i, j, j0, bits_tile, *terms, edge, MIXED=MIXED, O=O)
     P = tl.exp2(S * (scale if O.RAW else 1.0) - L[:, None])
     dP = steps.product(do, steps.turned(v), None, O)
     if O.DROPOUT:
@@ -41,15 +41,14 @@ def score_gradient(
 @triton.jit
 def attend_queries(
     dq, dslope, q, do, L, D, K, V, j0, i, first, bits_tile, k_r, v_r, q_used, k_used, diagonal, dbias, dbias_r, dbias_c,
-    bias_q, bias_k, rest, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
+    bias_q, bias_k, rest, edge, MIXED: tl.constexpr, O: tl.constexpr,
 ):  # fmt: skip
     """(dq, the slope's gradient by row) with the keys [j0, j0 + KEYS) taken in; a full bias's gradient is stored."""
-    PAST: tl.constexpr = EDGE and not O.EVEN
     j = j0 + tl.arange(0, O.KEYS)[None, :]
-    k_tile = steps.load_tile(K, k_r, j0, k_used, O.KEYS, O.WIDTH, O.D, O.PASS, PAST)
+    k_tile = steps.load_tile(K, k_r, j0, k_used, O.KEYS, O.WIDTH, O.D, O.PASS, not O.EVEN)
     k = steps.parts(k_tile, O)
-    v = steps.parts(steps.load_tile(V, v_r, j0, k_used, O.KEYS, O.V_WIDTH, O.DV, O.PASS, PAST), O)
-    dS, capped = score_gradient(q, k, v, do, L, D, i, j, first, j0, bits_tile, *rest, EDGE=EDGE, MIXED=MIXED, O=O)
+    v = steps.parts(steps.load_tile(V, v_r, j0, k_used, O.KEYS, O.V_WIDTH, O.DV, O.PASS, not O.EVEN), O)
+    dS, capped = score_gradient(q, k, v, do, L, D, i, j, first, j0, bits_tile, *rest, edge, MIXED=MIXED, O=O)
     if O.ALIBI:
         dslope -= tl.sum(dS * tl.abs(i + diagonal - j).to(tl.float32), 1)
     if O.STORE_DBIAS:
@@ -129,25 +128,20 @@ def dq_kernel(
             lo, hi, a, z = walk.live(full_count + row, full, known, *positions, KEYS, O.CUT)
         else:
             lo, hi, a, z = walk.cut(lo, hi, free_lo, free_hi, KEYS)
-        for t in tl.range(a, z):
+        for t in tl.range(lo, hi):
             j = walk.place(t, full, j0, KEYS, O.BLOCKS)
+            edge = walk.at_edge(t, a, z, O)
             acc, by_row = attend_queries(
-                acc, by_row, q_parts, do_parts, L, D, K, V, j, i, first, 0, *common, EDGE=False, MIXED=False, O=O
+                acc, by_row, q_parts, do_parts, L, D, K, V, j, i, first, 0, *common, edge, MIXED=False, O=O
             )
-        if O.EDGES:
-            for u in tl.range(0, a - lo + hi - z):
-                j = walk.place(walk.edge(u, lo, a, z), full, j0, KEYS, O.BLOCKS)
-                acc, by_row = attend_queries(
-                    acc, by_row, q_parts, do_parts, L, D, K, V, j, i, first, 0, *common, EDGE=True, MIXED=False, O=O
-                )
         if O.BLOCKS:
             for t in tl.range(x_lo, x_hi):
                 j = walk.place(t, mixed, j0, KEYS, True)
                 tile = tl.load(mixed_bits + row * blocks_m + t // (steps.TILE // KEYS))
+                edge = O.EDGES and O.CUT
                 acc, by_row = attend_queries(
-                    acc, by_row, q_parts, do_parts, L, D, K, V, j, i, first, tile,
-                    *common, EDGE=O.EDGES, MIXED=True, O=O,
-                )  # fmt: skip
+                    acc, by_row, q_parts, do_parts, L, D, K, V, j, i, first, tile, *common, edge, MIXED=True, O=O
+                )
         at_q, row_q = steps.result(s, head, heads, q_len, q_start, O.D, O.PACKED)
         acc = tl.where(i < q_used, acc * (scale * steps.LN2), 0.0)
         steps.store_tile(dq + at_q, row_q, first, q_span, acc, ROWS, WIDTH, O.D)
@@ -159,18 +153,17 @@ def dq_kernel(
 @triton.jit
 def attend_keys(
     dk, dv, k, v, Q, DO, i0, j, first, bits_tile, q_r, do_r, q_used, lse, delta, scale, softcap, seed, threshold,
-    inverse_keep, b, h, origin_i, origin_j, terms, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
+    inverse_keep, b, h, origin_i, origin_j, terms, edge, MIXED: tl.constexpr, O: tl.constexpr,
 ):  # fmt: skip
     """(dk, dv) of the keys from `first` on, with the queries [i0, i0 + ROWS) taken in. Tiles are (KEYS, ROWS)."""
-    PAST: tl.constexpr = EDGE and not O.EVEN
     rows = i0 + tl.arange(0, O.ROWS)
-    q_tile = steps.load_tile(Q, q_r, i0, q_used, O.ROWS, O.WIDTH, O.D, O.PASS, PAST)
+    q_tile = steps.load_tile(Q, q_r, i0, q_used, O.ROWS, O.WIDTH, O.D, O.PASS, not O.EVEN)
     q = steps.parts(q_tile, O)
     S, capped = steps.scores(k, steps.turned(q), scale, softcap, O)
-    S = steps.bias_and_mask(S, rows[None, :], j, i0, bits_tile, *terms, EDGE=EDGE, MIXED=MIXED, O=O)
-    L = steps.row_statistic(lse, i0, q_used, steps.INF, O.ROWS, PAST)
+    S = steps.bias_and_mask(S, rows[None, :], j, i0, bits_tile, *terms, edge, MIXED=MIXED, O=O)
+    L = steps.row_statistic(lse, i0, q_used, steps.INF, O.ROWS, not O.EVEN)
     P = tl.exp2(S * (scale if O.RAW else 1.0) - L[None, :])
-    do_tile = steps.load_tile(DO, do_r, i0, q_used, O.ROWS, O.V_WIDTH, O.DV, O.PASS, PAST)
+    do_tile = steps.load_tile(DO, do_r, i0, q_used, O.ROWS, O.V_WIDTH, O.DV, O.PASS, not O.EVEN)
     do = steps.parts(do_tile, O)
     dP = steps.product(v, steps.turned(do), None, O)
     kept = P
@@ -179,7 +172,9 @@ def attend_keys(
         kept = tl.where(keep, P * inverse_keep, 0.0)
         dP = tl.where(keep, dP * inverse_keep, 0.0)
     dv = steps.product(steps.parts(kept.to(do_tile.dtype), O), do, dv, O)
-    D = steps.row_statistic(delta, i0, q_used, 0.0, O.ROWS, PAST)  # here and not above, where it would hold registers
+    D = steps.row_statistic(
+        delta, i0, q_used, 0.0, O.ROWS, not O.EVEN
+    )  # here and not above, where it would hold registers
     dS = P * (dP - D[None, :])
     if O.SOFTCAP:
         dS = dS * (1.0 - capped * capped)
@@ -242,25 +237,20 @@ def dkdv_kernel(
                 lo, hi, a, z = walk.live(full_count + row, live, known, *positions, ROWS, O.CUT)
             else:
                 lo, hi, a, z = walk.cut(range_lo, range_hi, free_lo, free_hi, ROWS)
-            for t in tl.range(a, z):
+            for t in tl.range(lo, hi):
                 i = walk.place(t, live, i0, ROWS, O.BLOCKS)
+                edge = walk.at_edge(t, a, z, O)
                 acc_k, acc_v = attend_keys(
-                    acc_k, acc_v, k_tile, v_tile, Q, DO, i, j, first, 0, *common, EDGE=False, MIXED=False, O=O
+                    acc_k, acc_v, k_tile, v_tile, Q, DO, i, j, first, 0, *common, edge, MIXED=False, O=O
                 )
-            if O.EDGES:
-                for u in tl.range(0, a - lo + hi - z):
-                    i = walk.place(walk.edge(u, lo, a, z), live, i0, ROWS, O.BLOCKS)
-                    acc_k, acc_v = attend_keys(
-                        acc_k, acc_v, k_tile, v_tile, Q, DO, i, j, first, 0, *common, EDGE=True, MIXED=False, O=O
-                    )
             if O.BLOCKS:
                 for t in tl.range(x_lo, x_hi):
                     i = walk.place(t, mixed_live, i0, ROWS, True)
                     tile = tl.load(mixed_bits + row * blocks_m + t // (steps.TILE // ROWS))
+                    edge = O.EDGES and O.CUT
                     acc_k, acc_v = attend_keys(
-                        acc_k, acc_v, k_tile, v_tile, Q, DO, i, j, first, tile,
-                        *common, EDGE=O.EDGES, MIXED=True, O=O,
-                    )  # fmt: skip
+                        acc_k, acc_v, k_tile, v_tile, Q, DO, i, j, first, tile, *common, edge, MIXED=True, O=O
+                    )
         used = j < k_used
         acc_k = tl.where(used, acc_k * (scale * steps.LN2), 0.0)
         at, row = steps.result(s, kv, kv_heads, k_len, k_start, O.D, O.PACKED)
@@ -344,20 +334,20 @@ def dbias_kernel(
                         tile = tl.load(mixed_bits + at_list * blocks_m + n, mask=is_mixed, other=0)
                         if is_full:
                             dS, _capped = score_gradient(
-                                q_parts, k_parts, v_parts, do_parts, L, D, i, j, first, j0_tile, 0, *rest,
-                                EDGE=True, MIXED=False, O=O,
+                                q_parts, k_parts, v_parts, do_parts, L, D, i, j, first, j0_tile, 0, *rest, True,
+                                MIXED=False, O=O,
                             )  # fmt: skip
                             acc += dS
                         if is_mixed:
                             dS, _capped = score_gradient(
-                                q_parts, k_parts, v_parts, do_parts, L, D, i, j, first, j0_tile, tile, *rest,
-                                EDGE=True, MIXED=True, O=O,
+                                q_parts, k_parts, v_parts, do_parts, L, D, i, j, first, j0_tile, tile, *rest, True,
+                                MIXED=True, O=O,
                             )  # fmt: skip
                             acc += dS
                     else:
                         dS, _capped = score_gradient(
-                            q_parts, k_parts, v_parts, do_parts, L, D, i, j, first, j0_tile, 0, *rest,
-                            EDGE=True, MIXED=False, O=O,
+                            q_parts, k_parts, v_parts, do_parts, L, D, i, j, first, j0_tile, 0, *rest, True,
+                            MIXED=False, O=O,
                         )  # fmt: skip
                         acc += dS
     dbias += own_s.to(tl.int64) * dbias_b + own_head.to(tl.int64) * dbias_h

@@ -17,19 +17,18 @@ from .operands import RUN_TIME
 @triton.jit
 def attend(
     o, m, l, q, K, V, j0, i, first, bits_tile, k_r, v_r, k_used, scale, softcap, seed, threshold, b, h, origin_i, origin_j,
-    terms, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
+    terms, edge, MIXED: tl.constexpr, O: tl.constexpr,
 ):  # fmt: skip
     """(o, m, l) with the keys [j0, j0 + KEYS) taken in."""
-    PAST: tl.constexpr = EDGE and not O.EVEN
     j = j0 + tl.arange(0, O.KEYS)[None, :]
-    k = steps.load_tile(K, k_r, j0, k_used, O.KEYS, O.WIDTH, O.D, O.PASS, PAST)
+    k = steps.load_tile(K, k_r, j0, k_used, O.KEYS, O.WIDTH, O.D, O.PASS, not O.EVEN)
     S, _ = steps.scores(q, steps.turned(steps.parts(k, O)), scale, softcap, O)
-    S = steps.bias_and_mask(S, i, j, j0, bits_tile, *terms, EDGE=EDGE, MIXED=MIXED, O=O)
+    S = steps.bias_and_mask(S, i, j, j0, bits_tile, *terms, edge, MIXED=MIXED, O=O)
     factor = scale if O.RAW else 1.0
-    m, l, P, alpha = steps.rescale(m, l, S, factor, EDGE or MIXED or O.BIAS or O.BOOL, O.HEADROOM)
+    m, l, P, alpha = steps.rescale(m, l, S, factor, O.EDGES or MIXED or O.BIAS or O.BOOL, O.HEADROOM)
     if O.DROPOUT:
         P = tl.where(steps.keep(seed, threshold, b, h, first + origin_i, j0 + origin_j, True, O), P, 0.0)
-    v = steps.load_tile(V, v_r, j0, k_used, O.KEYS, O.V_WIDTH, O.DV, O.PASS, PAST)
+    v = steps.load_tile(V, v_r, j0, k_used, O.KEYS, O.V_WIDTH, O.DV, O.PASS, not O.EVEN)
     o = steps.product(steps.parts(P.to(v.dtype), O), steps.parts(v, O), o * alpha[:, None], O)
     return o, m, l
 
@@ -82,20 +81,16 @@ def forward_kernel(
             lo, hi, a, z = walk.live(full_count + row, full, known, *positions, KEYS, O.CUT)
         else:
             lo, hi, a, z = walk.cut(lo, hi, free_lo, free_hi, KEYS)
-        for t in tl.range(a, z):
+        for t in tl.range(lo, hi):
             j = walk.place(t, full, j0, KEYS, O.BLOCKS)
-            acc, m, l = attend(acc, m, l, tile, K, V, j, i, first, 0, *common, EDGE=False, MIXED=False, O=O)
-        if O.EDGES:
-            for u in tl.range(0, a - lo + hi - z):
-                j = walk.place(walk.edge(u, lo, a, z), full, j0, KEYS, O.BLOCKS)
-                acc, m, l = attend(acc, m, l, tile, K, V, j, i, first, 0, *common, EDGE=True, MIXED=False, O=O)
+            edge = walk.at_edge(t, a, z, O)
+            acc, m, l = attend(acc, m, l, tile, K, V, j, i, first, 0, *common, edge, MIXED=False, O=O)
         if O.BLOCKS:
             for t in tl.range(x_lo, x_hi):
                 j = walk.place(t, mixed, j0, KEYS, True)
                 bits_tile = tl.load(mixed_bits + t // (steps.TILE // KEYS))
-                acc, m, l = attend(
-                    acc, m, l, tile, K, V, j, i, first, bits_tile, *common, EDGE=O.EDGES, MIXED=True, O=O
-                )
+                edge = O.EDGES and O.CUT
+                acc, m, l = attend(acc, m, l, tile, K, V, j, i, first, bits_tile, *common, edge, MIXED=True, O=O)
 
         logit = 0.0
         if O.SINK:

@@ -418,11 +418,11 @@ def alibi(S, slope, i, j, diagonal):
 @triton.jit
 def bias_and_mask(
     S, i, j, b0, bits_tile, diagonal, k_used, left, right, slope, bias, bias_r, bias_c, bias_q, bias_k,
-    mask, mask_r, mask_c, mask_q, mask_k, bits, i0, j0, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
+    mask, mask_r, mask_c, mask_q, mask_k, bits, i0, j0, edge, MIXED: tl.constexpr, O: tl.constexpr,
 ):  # fmt: skip
     """Add bias and ALiBi to a tile of scores, and put -inf where row i may not see key j.
 
-    i, j: positions in the sequence, one along each side; b0: the first along S's second. EDGE: the tile may cross the
+    i, j: positions in the sequence, one along each side; b0: the first along S's second. edge: the tile may cross the
     Band's edge or the last key. MIXED: it lies in the BlockMask's bit tile `bits_tile`, whose bits end with the keys.
     """
     if O.BIAS:
@@ -437,7 +437,7 @@ def bias_and_mask(
             if j.shape[0] == 1
             else bits_mask(S, bits, bits_tile, j + j0, b0 + i0)
         )
-    if EDGE and (O.CUT or not MIXED):
+    if edge:  # a jump in the one loop that there is: a loop of its own for such tiles fills a pipeline anew
         S = band_mask(S, i, j, diagonal, left, right, k_used, O.LEFT, O.RIGHT, not O.EVEN)
     return S
 

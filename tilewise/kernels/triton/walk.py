@@ -1,6 +1,6 @@
 """The order in which a tile's partners are walked, the same for forward and backward.
 
-First those that need no mask code, then those at the Band's edges and at the sequence's end, then (BlockMask) MIXED ones.
+One after the other, and then (BlockMask) the MIXED ones.
 """
 
 from __future__ import annotations
@@ -56,9 +56,12 @@ def below(list, count, tile):
 
 
 @triton.jit
-def edge(u, lo, a, z):
-    """The number of the u-th of the tiles [lo, a) and [z, hi)."""
-    return tl.where(u < a - lo, lo + u, z + u - (a - lo))
+def at_edge(t, a, z, O: tl.constexpr):
+    """Whether the tile number t needs mask code."""
+    if O.EDGES:
+        return (t < a) | (t >= z)
+    else:
+        return False
 
 
 @triton.jit
