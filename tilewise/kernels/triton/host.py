@@ -297,7 +297,8 @@ def _loads(
 
     pass_by, stay: the places of q, k, v, do among the kernel's arguments.
     """
-    how, boxes = [], {}
+    how: list[int] = []
+    boxes: Boxes = {}
     columns = widths(problem.qk_dim, problem.v_dim, precision)
     for places in (pass_by, stay):
         found = {}

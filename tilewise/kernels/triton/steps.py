@@ -162,13 +162,19 @@ def rows_of(x, s, head, start, x_b, x_h, x_r, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def of_head(s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b, mask_h, bits, seed, O: tl.constexpr):
-    """(bias, ALiBi slope, boolean mask, bit tiles, seed) of one sequence and head; 0 for what is off."""
+def terms_of(
+    s, head, batch, diagonal, k_used, left, right, bias_of, slopes, slopes_b, mask_of, bits, i0, j0, O: tl.constexpr
+):
+    """What bias_and_mask adds to the scores of one sequence and head; 0 for what is off.
+
+    bias_of, mask_of: the array, its four strides and its two extents (`options.Pairs`).
+    """
+    bias, bias_b, bias_h, bias_r, bias_c, bias_q, bias_k = bias_of
+    mask, mask_b, mask_h, mask_r, mask_c, mask_q, mask_k = mask_of
     bias_at = 0
     slope = 0.0
     mask_at = 0
     pool = 0
-    draw = 0
     if O.BIAS:
         bias_at = bias + (s.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h) * (8 if O.BIAS_WIDE else 1)
     if O.ALIBI:
@@ -177,15 +183,10 @@ def of_head(s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b
         mask_at = mask + (s.to(tl.int64) * mask_b + head.to(tl.int64) * mask_h) * (8 if O.MASK_WIDE else 1)
     if O.BLOCKS:
         pool = bits.to(tl.pointer_type(tl.int32), bitcast=True)
-    if O.DROPOUT:
-        draw = tl.load(seed)
-    return bias_at, slope, mask_at, pool, draw
-
-
-@triton.jit
-def mask_row(b, h, position, blocks_b, blocks_h, blocks_n):
-    """The row of a BlockMask's lists that holds `position` of sequence b, head h."""
-    return (b.to(tl.int64) * blocks_b + h.to(tl.int64) * blocks_h) * blocks_n + position // TILE
+    return (
+        diagonal, k_used, left, right, slope, bias_at, bias_r, bias_c, bias_q, bias_k,
+        mask_at, mask_r, mask_c, mask_q, mask_k, pool, i0, j0,
+    )  # fmt: skip
 
 
 # ---- tiles of q, k, v, dO --------------------------------------------------------------------------------------------
@@ -417,13 +418,14 @@ def alibi(S, slope, i, j, diagonal):
 
 @triton.jit
 def bias_and_mask(
-    S, i, j, b0, bits_tile, diagonal, k_used, left, right, slope, bias, bias_r, bias_c, bias_q, bias_k,
-    mask, mask_r, mask_c, mask_q, mask_k, bits, i0, j0, edge, MIXED: tl.constexpr, O: tl.constexpr,
+    S, i, j, b0, edge, bits_tile, diagonal, k_used, left, right, slope, bias, bias_r, bias_c, bias_q, bias_k,
+    mask, mask_r, mask_c, mask_q, mask_k, bits, i0, j0, O: tl.constexpr,
 ):  # fmt: skip
     """Add bias and ALiBi to a tile of scores, and put -inf where row i may not see key j.
 
     i, j: positions in the sequence, one along each side; b0: the first along S's second. edge: the tile may cross the
-    Band's edge or the last key. MIXED: it lies in the BlockMask's bit tile `bits_tile`, whose bits end with the keys.
+    Band's edge or the last key. bits_tile: the BlockMask's bit tile that it lies in, -1 for none. Both are jumps in the
+    one loop that there is: a loop of its own for such tiles fills a pipeline anew.
     """
     if O.BIAS:
         S = add_bias(S, bias, i, j, bias_r, bias_c, bias_q, bias_k, O.BIAS_ROWS, O.BIAS_KEYS, O.BIAS_WIDE)
@@ -431,14 +433,16 @@ def bias_and_mask(
         S = alibi(S, slope, i, j, diagonal)
     if O.BOOL:
         S = bool_mask(S, mask, i, j, mask_r, mask_c, mask_q, mask_k, O.MASK_ROWS, O.MASK_KEYS, O.MASK_WIDE)
-    if MIXED:
-        S = (
-            bits_mask(S, bits, bits_tile, i + i0, b0 + j0)
-            if j.shape[0] == 1
-            else bits_mask(S, bits, bits_tile, j + j0, b0 + i0)
-        )
-    if edge:  # a jump in the one loop that there is: a loop of its own for such tiles fills a pipeline anew
-        S = band_mask(S, i, j, diagonal, left, right, k_used, O.LEFT, O.RIGHT, not O.EVEN)
+    if O.BLOCKS:  # noqa: SIM102 (the outer one is compile-time)
+        if bits_tile >= 0:
+            S = (
+                bits_mask(S, bits, bits_tile, i + i0, b0 + j0)
+                if j.shape[0] == 1
+                else bits_mask(S, bits, bits_tile, j + j0, b0 + i0)
+            )
+    if O.EDGES:  # noqa: SIM102
+        if edge:
+            S = band_mask(S, i, j, diagonal, left, right, k_used, O.LEFT, O.RIGHT, not O.EVEN)
     return S
 
 

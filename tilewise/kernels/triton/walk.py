@@ -56,28 +56,66 @@ def below(list, count, tile):
 
 
 @triton.jit
-def at_edge(t, a, z, O: tl.constexpr):
-    """Whether the tile number t needs mask code."""
-    if O.EDGES:
-        return (t < a) | (t >= z)
-    else:
-        return False
+def rows_of_mask(lists, b, h, known, position):
+    """The lists of the tiles that a BlockMask has beside the one at `position` of sequence b, head h.
+
+    lists: (the kernel's pointers, and their strides). known: whether that tile is in use at all.
+    """
+    full_count, full, mixed_count, mixed, mixed_bits, blocks_b, blocks_h, blocks_n, blocks_m = lists
+    row = (b.to(tl.int64) * blocks_b + h.to(tl.int64) * blocks_h) * blocks_n + position // steps.TILE
+    known = known & (position // steps.TILE < blocks_n)
+    at = row * blocks_m
+    return full_count + row, full + at, mixed_count + row, mixed + at, mixed_bits + at, known
 
 
 @triton.jit
-def place(t, list, origin, SIDE: tl.constexpr, BLOCKS: tl.constexpr):
-    """Where the tile number t begins in the sequence."""
-    if BLOCKS:
+def way(lo, hi, free_lo, free_hi, lists, b, h, known, position, origin, SIDE: tl.constexpr, O: tl.constexpr):
+    """The partners of a tile in their order, for `visit`: all of [lo, hi), in which [free_lo, free_hi) need no mask.
+
+    origin: where the partners' side begins in the BlockMask; the others are rows_of_mask's.
+    """
+    if O.BLOCKS:
+        full_count, full, mixed_count, mixed, mixed_bits, known = rows_of_mask(lists, b, h, known, position)
+        positions = (lo + origin, hi + origin, free_lo + origin, free_hi + origin)
+        x_lo, x_hi, _, _ = live(mixed_count, mixed, known, *positions, SIDE, O.CUT)
+        lo, hi, a, z = live(full_count, full, known, *positions, SIDE, O.CUT)
+        return lo, hi, a, z, x_lo, x_hi, full, mixed, mixed_bits
+    else:
+        lo, hi, a, z = cut(lo, hi, free_lo, free_hi, SIDE)
+        return lo, hi, a, z, 0, 0, 0, 0, 0
+
+
+@triton.jit
+def length(way):
+    return way[1] - way[0] + way[5] - way[4]
+
+
+@triton.jit
+def visit(way, n, origin, SIDE: tl.constexpr, O: tl.constexpr):
+    """(Where the n-th partner begins in the sequence; whether it needs the Band's mask; its bit tile's place, or -1)."""
+    lo, hi, a, z, x_lo, _x_hi, full, mixed, mixed_bits = way
+    t = lo + n
+    if O.BLOCKS:
         PARTS: tl.constexpr = steps.TILE // SIDE
-        n = t // PARTS
-        return tl.load(list + n) * steps.TILE + (t - n * PARTS) * SIDE - origin
+        is_mixed = t >= hi
+        t = tl.where(is_mixed, t - hi + x_lo, t)
+        entry = t // PARTS
+        tile = tl.load(tl.where(is_mixed, mixed, full) + entry)
+        bits = tl.load(mixed_bits + entry, mask=is_mixed, other=-1)
+        edge = is_mixed | (t < a) | (t >= z) if O.CUT else (t >= z) & (bits < 0)
+        return tile * steps.TILE + (t - entry * PARTS) * SIDE - origin, edge, bits
     else:
-        return t * SIDE
+        return t * SIDE, (t < a) | (t >= z), -1
 
 
 @triton.jit
-def find(count, list, known, tile):
-    """(whether an ascending list holds `tile`, where)."""
-    n = tl.load(count, mask=known, other=0)
-    at = below(list, n, tile)
-    return tl.load(list + at, mask=at < n, other=-1) == tile, at
+def find(lists, b, h, known, position, tile):
+    """(Whether the tile is live, its bit tile's place or -1)."""
+    full_count, full, mixed_count, mixed, mixed_bits, known = rows_of_mask(lists, b, h, known, position)
+    n = tl.load(full_count, mask=known, other=0)
+    at = below(full, n, tile)
+    is_full = tl.load(full + at, mask=at < n, other=-1) == tile
+    n = tl.load(mixed_count, mask=known, other=0)
+    at = below(mixed, n, tile)
+    is_mixed = tl.load(mixed + at, mask=at < n, other=-1) == tile
+    return is_full | is_mixed, tl.load(mixed_bits + at, mask=is_mixed, other=-1)
