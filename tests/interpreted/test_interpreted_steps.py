@@ -312,11 +312,11 @@ def walk_kernel(
     lists = (full_count, full, mixed_count, mixed, bits, 0, 0, 8, 8)
     zero = tl.program_id(0)
     way = walk.way(lo, hi, free_lo, free_hi, lists, zero, zero, zero == 0, zero, 0, SIDE, O)
-    for n in tl.range(0, walk.length(way)):
+    for n in tl.range(way[0], walk.end(way)):
         position, edge, tile = walk.visit(way, n, 0, SIDE, O)
-        tl.store(out + 3 * n, position)
-        tl.store(out + 3 * n + 1, edge)
-        tl.store(out + 3 * n + 2, tile)
+        tl.store(out + 3 * (n - way[0]), position)
+        tl.store(out + 3 * (n - way[0]) + 1, edge)
+        tl.store(out + 3 * (n - way[0]) + 2, tile)
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,8 @@ def dq_kernel(
         logs = tl.load(lse + rows, mask=rows < q_used, other=0.0)
         L = tl.where((rows < q_used) & (logs != -steps.INF), logs * steps.LOG2E, steps.INF)  # from +inf comes P = 0
         L_at, D_at = steps.statistics_of(statistics, s, head, batch, heads, q_len, q_start, O.PACKED)
-        tl.store(L_at + rows, L, mask=rows < q_span)
-        tl.store(D_at + rows, D, mask=rows < q_span)
+        steps.store_statistics(L_at, L, steps.INF, first, q_span, ROWS)
+        steps.store_statistics(D_at, D, 0.0, first, q_span, ROWS)
         q_parts = steps.parts(q_tile, O)
         do_parts = steps.parts(do_tile, O)
         acc = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -120,7 +120,7 @@ def dq_kernel(
         way = walk.way(
             lo, hi, free_lo, free_hi, lists, s + b0, head + h0, s < batch, first + i0, j0, KEYS, O,
         )  # fmt: skip
-        for n in tl.range(0, walk.length(way)):
+        for n in tl.range(way[0], walk.end(way)):
             visit = walk.visit(way, n, j0, KEYS, O)
             acc, by_row = attend_queries(acc, by_row, q_parts, do_parts, L, D, K, V, *visit, *common, O=O)
         at_q, row_q = steps.result(s, head, heads, q_len, q_start, O.D, O.PACKED)
@@ -142,7 +142,7 @@ def attend_keys(
     q = steps.parts(q_tile, O)
     S, capped = steps.scores(k, steps.turned(q), scale, softcap, O)
     S = steps.bias_and_mask(S, rows[None, :], j, i0, edge, bits_tile, *terms, O=O)
-    L = steps.row_statistic(lse, i0, q_used, steps.INF, O.ROWS, not O.EVEN)
+    L = tl.load(lse + rows)  # +inf behind the last row: P = 0
     P = tl.exp2(S * (scale if O.RAW else 1.0) - L[None, :])
     do_tile = steps.load_tile(DO, do_r, i0, q_used, O.ROWS, O.V_WIDTH, O.DV, O.PASS, not O.EVEN)
     do = steps.parts(do_tile, O)
@@ -153,9 +153,7 @@ def attend_keys(
         kept = tl.where(keep, P * inverse_keep, 0.0)
         dP = tl.where(keep, dP * inverse_keep, 0.0)
     dv = steps.product(steps.parts(kept.to(do_tile.dtype), O), do, dv, O)
-    D = steps.row_statistic(
-        delta, i0, q_used, 0.0, O.ROWS, not O.EVEN
-    )  # here and not above, where it would hold registers
+    D = tl.load(delta + rows)  # here and not above, where it would hold registers
     dS = P * (dP - D[None, :])
     if O.SOFTCAP:
         dS = dS * (1.0 - capped * capped)
@@ -210,7 +208,7 @@ def dkdv_kernel(
             way = walk.way(
                 range_lo, range_hi, free_lo, free_hi, lists, s + b0, head + h0, s < batch, first + j0, i0, ROWS, O,
             )  # fmt: skip
-            for n in tl.range(0, walk.length(way)):
+            for n in tl.range(way[0], walk.end(way)):
                 visit = walk.visit(way, n, i0, ROWS, O)
                 acc_k, acc_v = attend_keys(acc_k, acc_v, k_tile, v_tile, Q, DO, *visit, *common, O=O)
         used = j < k_used
@@ -271,8 +269,8 @@ def dbias_kernel(
                 last = tl.minimum(first + ROWS, q_used)
                 lo, hi = steps.key_range(first, last, left, right, diagonal, k_used)
                 lo, hi, _a, _z = walk.cut(lo, hi, lo, lo, KEYS)
-                L = steps.row_statistic(lse, first, q_used, steps.INF, ROWS, True)
-                D = steps.row_statistic(delta, first, q_used, 0.0, ROWS, True)
+                L = tl.load(lse + rows)
+                D = tl.load(delta + rows)
                 q_tile = steps.load_tile(q_rows, q_row, first, q_used, ROWS, O.WIDTH, O.D, 0, True)
                 do_tile = steps.load_tile(do_rows, do_row, first, q_used, ROWS, O.V_WIDTH, O.DV, 0, True)
                 q_parts = steps.parts(q_tile, O)
@@ -326,8 +324,8 @@ def per_head_kernel(dsink, dslopes, sink, row_slopes, statistics, cu_q, q_lens, 
         rows = first + tl.arange(0, SIDE)
         if O.SINK:
             logit = tl.load(sink + head).to(tl.float32)
-            L = steps.row_statistic(lse, first, used, steps.INF, SIDE, True)
-            D = steps.row_statistic(delta, first, used, 0.0, SIDE, True)
+            L = tl.load(lse + rows, mask=rows < used, other=steps.INF)
+            D = tl.load(delta + rows, mask=rows < used, other=0.0)
             of_sink -= tl.exp2(logit * steps.LOG2E - L) * D
         if O.ALIBI:
             of_slope += tl.load(row_slopes + at + rows, mask=rows < used, other=0.0)

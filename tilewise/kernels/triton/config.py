@@ -134,15 +134,11 @@ TABLES: dict[str, Table] = {
     # 227 KiB, wgmma (64 rows, or keys in dkdv, at least) and descriptors. KiB: the plain Config's of the widest head.
     "sm90": _table({
         ("forward", (16, 32, 64), (2,)): Row(
-            Config(64, 64, 4, 2, True), Config(64, 64, 8, 2, True), _ALONE, (0, 64),
-            full=Config(64, 64, 4, 3), long=Config(64, 128, 4, 2, True), window=Config(64, 64, 4, 2, True),
-            bias=Config(64, 64, 4, 3),
+            Config(64, 128, 4, 2, True), Config(64, 64, 8, 2, True), _ALONE, (0, 64),
+            window=Config(64, 64, 4, 2, True), bias=Config(64, 64, 4, 3),
         ),
         # 64 rows of 128 columns and seven options at once do not fit the registers; 32 rows would do without wgmma.
-        ("forward", (128,), (2,)): Row(
-            Config(64, 64, 4, 3, True), Config(64, 32, 4, 2, True), _ALONE, (0, 1024),
-            full=Config(128, 64, 4, 2, True), blocks=Config(128, 64, 4, 2, True),
-        ),
+        ("forward", (128,), (2,)): Row(Config(64, 64, 4, 3, True), Config(64, 32, 4, 2, True), _ALONE, (0, 1024)),
         ("forward", (256,), (2,)): Row(Config(128, 64, 8, 2, True), Config(32, 32, 8, 1), _MEASURED),
         ("forward", (512,), (2,)): Row(
             Config(64, 32, 8, 2, True), Config(32, 16, 8, 1), f"compiled, 192 KiB; {_GUESSED}"
@@ -162,8 +158,8 @@ TABLES: dict[str, Table] = {
             Config(32, 32, 8, 1, True), Config(16, 16, 8, 1), f"compiled, 98 KiB; {_GUESSED}", (0, 128)
         ),
         ("dq", (16, 32, 64), (2,)): Row(
-            Config(64, 64, 4, 3), Config(64, 64, 8, 2, True), _ALONE, (0, 512),
-            long=Config(64, 64, 4, 3, True), window=Config(64, 64, 4, 3, True), blocks=Config(64, 64, 4, 2, True),
+            Config(64, 64, 4, 2, True), Config(64, 64, 8, 2, True), _ALONE, (0, 512),
+            long=Config(64, 64, 4, 3, True), window=Config(64, 64, 4, 3, True), bias=Config(64, 64, 4, 3),
         ),
         ("dq", (16, 32, 64), (4,)): Row(Config(128, 64, 8, 2, True), Config(32, 32, 4, 1), _ALONE, (0, 64)),
         ("dq", (128,), (2,)): Row(

@@ -73,7 +73,7 @@ def forward_kernel(
         way = walk.way(
             lo, hi, free_lo, free_hi, lists, s + b0, head + h0, s < batch, first + i0, j0, KEYS, O,
         )  # fmt: skip
-        for n in tl.range(0, walk.length(way)):
+        for n in tl.range(way[0], walk.end(way)):
             acc, m, l = attend(acc, m, l, tile, K, V, *walk.visit(way, n, j0, KEYS, O), *common, O=O)
 
         logit = 0.0

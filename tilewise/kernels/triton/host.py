@@ -16,10 +16,9 @@ from ..launch import Box, Boxes, Ready
 from . import config
 from .backward import dbias_kernel, dkdv_kernel, dq_kernel, per_head_kernel
 from .forward import forward_kernel
-from .options import BOX, FAR, NO_PAIRS, POINTERS, RAGGED, Options, Pairs, widths
+from .options import BOX, FAR, NO_PAIRS, PAD, POINTERS, RAGGED, Options, Pairs, widths
 
 LOG2E = math.log2(math.e)
-LONGEST_TILE = 1024  # rows: per_head_kernel's
 TOGETHER_BYTES = 24 << 20  # of keys and values that heads walked side by side may take of the L2
 
 
@@ -187,12 +186,12 @@ def _per_head(problem: Problem, precision: str) -> Ready:
 
 
 def _statistics(problem: Problem) -> int:
-    """Numbers in the backward's statistics (`steps.statistics_of`), and as many more as a tile of rows may reach past."""
+    """Numbers in the backward's statistics (`steps.statistics_of`)."""
     if problem.q_layout is Layout.PACKED:
-        rows = (problem.q_len // 16 + problem.batch + 1) * 16 * problem.heads
+        rows = (problem.q_len // PAD + problem.batch + 1) * PAD * problem.heads
     else:
-        rows = -(-problem.q_len // 16) * 16 * problem.batch * problem.heads
-    return 2 * rows + LONGEST_TILE
+        rows = -(-problem.q_len // PAD) * PAD * problem.batch * problem.heads
+    return 2 * rows
 
 
 def _is_full(problem: Problem, bias: Strides) -> bool:

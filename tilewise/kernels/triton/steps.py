@@ -7,7 +7,7 @@
     bias_and_mask            + bias, - ALiBi, boolean mask, block bits, Band and the sequence's end (-inf)
     keep                     the pairs that dropout keeps
     update, finalize         the online softmax
-    row_statistic            what the backward keeps of a row: lse and delta
+    statistics_of            where the backward keeps of each row lse and delta
 
 `algorithm/` has the same names in torch, and the tests compare them one by one. Whatever an option needs stands under a
 compile-time `if`, so that an option that is off costs nothing. Scores reach the softmax in bits (log2(e) times), as there.
@@ -32,6 +32,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 LEAST = tl.constexpr(-3.4028234663852886e38)  # of fp32
 INF = tl.constexpr(float("inf"))
 TILE = tl.constexpr(128)  # a BlockMask's
+PAD = tl.constexpr(options.PAD)
 BOX, RAGGED, FAR = tl.constexpr(options.BOX), tl.constexpr(options.RAGGED), tl.constexpr(options.FAR)
 
 
@@ -117,16 +118,27 @@ def statistic(s, head, heads, length, start, PACKED: tl.constexpr):
 def statistics_of(x, s, head, batch, heads, length, start, PACKED: tl.constexpr):
     """(lse in bits, delta): where a sequence's rows begin in x, the backward's statistics.
 
-    x is (B, H, 2, rows), or packed (H, 2, rows), in which each sequence begins at a multiple of 16: so loads are wide.
+    x is (B, H, 2, rows), or packed (H, 2, rows), in which each sequence begins at a multiple of PAD: so loads are wide, and
+    what a tile reaches past its end is its own.
     """
     if PACKED:
-        rows = (length // 16 + batch + 1) * 16
-        at = x + head.to(tl.int64) * 2 * rows + (start // 16 + s) * 16
+        rows = (length // PAD + batch + 1) * PAD
+        at = x + head.to(tl.int64) * 2 * rows + (start // PAD + s) * PAD
         return at, at + rows
     else:
-        rows = (length + 15) // 16 * 16
+        rows = (length + PAD - 1) // PAD * PAD
         at = x + (s.to(tl.int64) * heads + head) * 2 * rows
         return at, at + rows
+
+
+@triton.jit
+def store_statistics(x, values, past, first, end, SIDE: tl.constexpr):
+    """The tile of rows [first, first + SIDE), and behind the last one `past` to a multiple of PAD: `values` has it to SIDE."""
+    rows = tl.arange(0, SIDE)
+    tl.store(x + first + rows, values)
+    padded = (end + PAD - 1) // PAD * PAD
+    for at in tl.range(tl.where(first + SIDE < end, padded, first + SIDE), padded, SIDE):
+        tl.store(x + at + rows, tl.zeros_like(values) + past)
 
 
 @triton.jit
@@ -522,17 +534,3 @@ def finalize(m, l, o, sink, SINK: tl.constexpr):
         m = m_new
     o = o * tl.where(l == 0.0, 0.0, 1.0 / l)[:, None]
     return o, tl.where(l == 0.0, -INF, (m + tl.log2(l)) * LN2)
-
-
-@triton.jit
-def row_statistic(x, first, end, past, SIDE: tl.constexpr, EDGE: tl.constexpr):
-    """lse (in bits) or delta of rows [first, first + SIDE), where EDGE `past` from `end` on.
-
-    What lies there is read all the same, and there is room for it. With a mask on so small a load, and lse turned into
-    bits in the loop, dkdv's had 807 instructions; it has 469 (sm90, d 128, 64 x 64).
-    """
-    rows = tl.arange(0, SIDE)
-    values = tl.load(x + first + rows)
-    if EDGE:
-        values = tl.where(rows < end - first, values, past)
-    return values

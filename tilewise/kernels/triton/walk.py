@@ -86,26 +86,28 @@ def way(lo, hi, free_lo, free_hi, lists, b, h, known, position, origin, SIDE: tl
 
 
 @triton.jit
-def length(way):
-    return way[1] - way[0] + way[5] - way[4]
+def end(way):
+    """A loop over all of them is from way[0] to here: past the second, numbers are of MIXED tiles."""
+    return way[1] + (way[5] - way[4])
 
 
 @triton.jit
 def visit(way, n, origin, SIDE: tl.constexpr, O: tl.constexpr):
-    """(Where the n-th partner begins in the sequence; whether it needs the Band's mask; its bit tile's place, or -1)."""
-    lo, hi, a, z, x_lo, _x_hi, full, mixed, mixed_bits = way
-    t = lo + n
+    """(Where the partner number n begins in the sequence; whether it needs the Band's mask; its bit tile's place, or -1)."""
+    _lo, hi, a, z, x_lo, _x_hi, full, mixed, mixed_bits = way
+    edge = (n < a) | (n >= z)
     if O.BLOCKS:
         PARTS: tl.constexpr = steps.TILE // SIDE
-        is_mixed = t >= hi
-        t = tl.where(is_mixed, t - hi + x_lo, t)
+        is_mixed = n >= hi
+        t = tl.where(is_mixed, n - hi + x_lo, n)
         entry = t // PARTS
         tile = tl.load(tl.where(is_mixed, mixed, full) + entry)
         bits = tl.load(mixed_bits + entry, mask=is_mixed, other=-1)
-        edge = is_mixed | (t < a) | (t >= z) if O.CUT else (t >= z) & (bits < 0)
+        if not O.CUT:
+            edge = (n >= z) & (n < hi)
         return tile * steps.TILE + (t - entry * PARTS) * SIDE - origin, edge, bits
     else:
-        return t * SIDE, (t < a) | (t >= z), -1
+        return n * SIDE, edge, -1
 
 
 @triton.jit
