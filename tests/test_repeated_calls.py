@@ -223,8 +223,8 @@ def launches(
     shift: int = 0, dtype: torch.dtype = F16, dlse: bool = False, origin: Any = None, **options: Any
 ) -> list[Any]:
     """(kernel, grid, numbers, options, warps, stages) of each launch of a forward and backward on a GPU."""
-    from tilewise.kernels.triton import host
     from tilewise.kernels.launch import recording
+    from tilewise.kernels.triton import host
 
     q, k, v = (torch.zeros(2, 2, 40, 16 + shift, dtype=dtype, requires_grad=True)[..., :16] for _ in range(3))
     problem, aux = Problem.of(q, k, v, origin=origin, **options)
@@ -291,8 +291,8 @@ def test_launches_are_kept_within_bounds() -> None:
 @pytest.mark.parametrize("other", ["misaligned", "transposed", "expanded"])
 def test_the_same_problem_with_other_strides_is_launched_with_them(which: str, other: str) -> None:
     """And a misaligned tensor, whose strides are the same, as an aligned copy."""
-    from tilewise.kernels.triton import host
     from tilewise.kernels.launch import recording
+    from tilewise.kernels.triton import host
 
     shape = (2, 2, 40) if which == "dlse" else (2, 2, 40, 16)
     changed = {
@@ -336,8 +336,8 @@ def test_the_same_problem_with_other_strides_is_launched_with_them(which: str, o
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("lengths", [(40, 24), (0, 24), (40, 0)])
 def test_new_memory_has_its_tensors_shape(packed: bool, lengths: tuple[int, int]) -> None:
-    from tilewise.kernels.triton import host
     from tilewise.kernels.launch import recording
+    from tilewise.kernels.triton import host
 
     (q_len, k_len), cu = lengths, {}
     q, k, v = torch.zeros(2, 4, q_len, 16), torch.zeros(2, 2, k_len, 16), torch.zeros(2, 2, k_len, 8)
@@ -379,8 +379,8 @@ def test_new_memory_is_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) ->
 @needs_triton
 def test_dtypes_that_no_problem_tells_reach_the_launch() -> None:
     """The Problem is the same for sinks of any dtype, a binary is not: see test_triton_launch for its key."""
-    from tilewise.kernels.triton import host
     from tilewise.kernels.launch import recording
+    from tilewise.kernels.triton import host
 
     q, k, v = qkv(kv=4, k=8, dtype=F16)
     for dtype in (F32, F16, F32):

@@ -45,7 +45,8 @@ EVERYTHING = ("dressed", "dressed blocks")  # all options at once, with a boolea
 
 def options(found: tables.Row) -> list[str]:
     """What to ask of a row, so that each of its Configs is compiled."""
-    others = [kind for kind in tables.KINDS[2:] if getattr(found, kind) is not None]
+    usual = found.plain, found.dressed
+    others = [kind for kind in tables.KINDS[2:] if kind == "blocks" or found.config(kind) not in usual]
     return ["plain", *others, *EVERYTHING]
 
 
@@ -64,13 +65,13 @@ def asked(case: Case, d: int, v_dim: int) -> tuple[Problem, tilewise.problem.Aux
     arch, direction, _, itemsize, name = case
     # Turing has no bf16.
     dtype = torch.float32 if itemsize == 4 else torch.float16 if arch == "sm75" else torch.bfloat16
-    long = {"long": tables.LONG, "window": tables.LONG, "longest": tables.LONGEST}
+    long = dict.fromkeys(("long", "long full", "window"), tables.LONG)
     length = long.get(name, 240) + 8  # no side divides it: kernels with all their loops
     q, k, v = (torch.empty(1, 2, length, size, dtype=dtype) for size in (d, d, v_dim))
     seen = torch.ones(1, 2, 248, 248, dtype=torch.bool)
     mask = {
-        "full": None, "window": tilewise.sliding_window(100), "blocks": tilewise.BlockMask.from_dense(seen),
-        "dressed": causal & seen, "dressed blocks": causal & tilewise.BlockMask.from_dense(seen),
+        "full": None, "long full": None, "window": tilewise.sliding_window(100),
+        "blocks": tilewise.BlockMask.from_dense(seen), "dressed": causal & seen, "dressed blocks": causal & tilewise.BlockMask.from_dense(seen),
     }.get(name, causal)  # fmt: skip
     given = {}
     if name in EVERYTHING:
@@ -91,8 +92,8 @@ def check(case: Case, d: int | None = None, v_dim: int | None = None) -> None:
         pytest.skip("in Triton's interpreter there are no binaries")
     from triton.backends.compiler import GPUTarget
 
-    from tilewise.kernels.triton import host
     from tilewise.kernels.launch import compile_for, recording, resources
+    from tilewise.kernels.triton import host
 
     arch, direction, width, itemsize, _ = case
     problem, aux, tensors = asked(case, d or width, v_dim or width)
@@ -203,13 +204,15 @@ SEEN = torch.ones(32, 32, dtype=torch.bool)
 
 
 def test_what_a_row_does_not_say_apart() -> None:
-    configs = {kind: tables.Config(16, 16, 4, n) for n, kind in enumerate(tables.KINDS)}
-    full = tables.Row(evidence="compiled", **configs)
-    assert {kind: full.config(kind) for kind in tables.KINDS} == configs
-    least = replace(full, **dict.fromkeys(tables.KINDS[2:]))
+    own = [kind for kind in tables.KINDS if kind != "long full"]
+    configs = {kind: tables.Config(16, 16, 4, n) for n, kind in enumerate(own)}
+    all_said = tables.Row(evidence="compiled", **configs)
+    assert {kind: all_said.config(kind) for kind in own} == configs
+    assert all_said.config("long full") == configs["long"]
+    assert replace(all_said, long=None).config("long full") == configs["full"]
+    least = replace(all_said, **dict.fromkeys(own[2:]))
     for kind in tables.KINDS[2:]:
         assert least.config(kind) == configs["dressed" if kind == "bias" else "plain"]
-    assert replace(full, longest=None).config("longest") == configs["long"]
 
 
 @pytest.mark.parametrize(
@@ -232,14 +235,16 @@ def test_the_options_decide_which_config_of_a_row_serves(options: dict, kind: st
 
 
 @pytest.mark.parametrize(
-    ("mask", "kind"), [(None, "long"), (causal, "long"), (tilewise.sliding_window(9), "window")], ids=str
+    ("mask", "kind"), [(None, "long full"), (causal, "long"), (tilewise.sliding_window(9), "window")], ids=str
 )
-@pytest.mark.parametrize("length", [tables.LONG, tables.LONGEST])
-def test_long_sequences_have_configs_of_their_own(mask: tilewise.Band | None, kind: str, length: int) -> None:
-    problem = replace(of("sm90", mask=mask), q_len=length, k_len=length)
-    kind = "longest" if (kind, length) == ("long", tables.LONGEST) else kind
-    assert tables.kind_of(problem) == kind
-    assert choose(problem, "dkdv") == row("sm90", "dkdv", 64, 2).config(kind)
+def test_long_and_packed_sequences_have_configs_of_their_own(mask: tilewise.Band | None, kind: str) -> None:
+    problem = of("sm90", mask=mask)
+    long = replace(problem, q_len=tables.LONG, k_len=tables.LONG)
+    packed = replace(problem, q_layout=tilewise.problem.Layout.PACKED, k_layout=tilewise.problem.Layout.PACKED)
+    for asked in (long, packed):
+        assert tables.kind_of(asked) == kind
+        assert choose(asked, "dq") == row("sm90", "dq", 64, 2).config(kind)
+    assert tables.kind_of(problem) in ("full", "plain")
 
 
 def test_the_interpreter_has_small_tiles_whose_sides_differ() -> None:

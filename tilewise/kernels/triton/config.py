@@ -159,12 +159,14 @@ TABLES: dict[str, Table] = {
         ),
         ("dq", (16, 32, 64), (2,)): Row(
             Config(64, 64, 4, 2, True), Config(64, 64, 8, 2, True), _ALONE, (0, 512),
-            long=Config(64, 64, 4, 3, True), window=Config(64, 64, 4, 3, True), bias=Config(64, 64, 4, 3),
+            full=Config(64, 64, 4, 3, True), long=Config(64, 64, 4, 3, True), window=Config(64, 64, 4, 3, True),
+            bias=Config(64, 64, 4, 3),
         ),
         ("dq", (16, 32, 64), (4,)): Row(Config(128, 64, 8, 2, True), Config(32, 32, 4, 1), _ALONE, (0, 64)),
         ("dq", (128,), (2,)): Row(
             Config(64, 64, 4, 2, True), Config(32, 32, 4, 2, True), _ALONE, (96, 64),
             full=Config(128, 32, 4, 3, True), long=Config(128, 64, 8, 3, True), window=Config(64, 64, 4, 2, True),
+            blocks=Config(128, 64, 8, 3, True),
         ),
         # 128 x 32 in 8 warps is 2 % faster, and fills the shared memory to the last KiB.
         ("dq", (256,), (2,)): Row(Config(64, 32, 4, 3, True), Config(32, 32, 8, 1), _MEASURED, (64, 128)),
