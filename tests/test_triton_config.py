@@ -69,9 +69,10 @@ def asked(case: Case, d: int, v_dim: int) -> tuple[Problem, tilewise.problem.Aux
     length = long.get(name, 240) + 8  # no side divides it: kernels with all their loops
     q, k, v = (torch.empty(1, 2, length, size, dtype=dtype) for size in (d, d, v_dim))
     seen = torch.ones(1, 2, 248, 248, dtype=torch.bool)
+    blocks = tilewise.BlockMask.from_dense(seen)
     mask = {
-        "full": None, "long full": None, "window": tilewise.sliding_window(100),
-        "blocks": tilewise.BlockMask.from_dense(seen), "dressed": causal & seen, "dressed blocks": causal & tilewise.BlockMask.from_dense(seen),
+        "full": None, "long full": None, "window": tilewise.sliding_window(100), "blocks": blocks,
+        "dressed": causal & seen, "dressed blocks": causal & blocks,
     }.get(name, causal)  # fmt: skip
     given = {}
     if name in EVERYTHING:

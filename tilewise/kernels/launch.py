@@ -14,11 +14,9 @@ at each launch, are kept by address.
 from __future__ import annotations
 
 import ast
-import contextvars
 import functools
 import inspect
 import itertools
-import math
 import re
 import subprocess
 import sys
@@ -82,7 +80,7 @@ class Box:
 Boxes = dict[int, Box]  # by the tensor's place among the arguments
 NO_BOXES: Boxes = {}
 Encode = Callable[[Any], list[Any]]  # a descriptor -> what the C function takes of it
-Call = Callable[[int, int | None, list[Any]], None]  # (stream, address of the scratch memory, the tensors' addresses)
+Call = Callable[[int, list[Any]], None]  # (stream, the tensors' addresses)
 Form = Callable[[Any, tuple[int, ...], tuple[Any, ...]], Call]  # (compiled kernel, grid, what follows the addresses)
 
 
@@ -92,7 +90,6 @@ class _Binary:
 
     kernel: Any
     compiled: Any
-    scratch: int  # bytes of global memory that one program of the grid needs, for descriptors that it makes
     form: Form | None  # None: through kernel[grid]
     unused: int  # places that the launcher has for constexprs: it does not look at what is there
     encoders: tuple[Encode, ...] = ()  # of its descriptors, in their order
@@ -160,8 +157,8 @@ class Ready:
         blocks = ((place, box.block, box.layout) for place, box in boxes.items())
         key = (id(kernel), warps, stages, *_kinds(numbers), *constexprs, *constexprs.values(), *blocks)
         self._binaries = _binaries.setdefault(key, {})
-        # Those of its binaries, their scratch's bytes, and what makes addresses descriptors.
-        self._calls: dict[tuple[object, ...], tuple[Call, int, Callable[..., list[Any]] | None]] = {}
+        # Those of its binaries, and what puts descriptors in the addresses' places.
+        self._calls: dict[tuple[object, ...], tuple[Call, Callable[..., list[Any]] | None]] = {}
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         if _recorders:
@@ -186,28 +183,21 @@ class Ready:
         if found is None or _hooked(kernel):
             self._seldom(tensors, device, key)
             return
-        call, scratch, encoded = found
-        if encoded is not None:
-            addresses = encoded(tensors, addresses)
-        if scratch:
-            # Freed on return, and used again only by what comes later on this stream.
-            memory = torch.empty(scratch, dtype=torch.int8, device=device)
-            call(_stream(device), memory.data_ptr(), addresses)
-        else:
-            call(_stream(device), None, addresses)
+        call, encoded = found
+        call(_stream(device), addresses if encoded is None else encoded(tensors, addresses))
 
     def _seldom(self, tensors: tuple[torch.Tensor | None, ...], device: int, key: tuple[object, ...]) -> None:
         """A launch of this key that is the first, or that Triton has to make."""
         binary, hooked = self._binaries.get(key), _hooked(self.kernel)
         left_out = self._left_out(tensors)
         if binary is not None and binary.form is not None and not hooked:  # another Ready has launched it
-            scratch = math.prod(self._sizes) * binary.scratch
             encoded = _encoded(self.boxes, binary.encoders) if self.boxes else None
-            self._calls[key] = binary.call(self._sizes, (*left_out, *self.numbers)), scratch, encoded
+            self._calls[key] = binary.call(self._sizes, (*left_out, *self.numbers)), encoded
             self(*tensors)
             return
         tensors = (*tensors, *left_out)
-        compiled = self._compiled(tensors, device)
+        _check(self.kernel, (*tensors, *self.numbers), self.constexprs)
+        compiled = self._through_triton(tensors)  # None where a hook of the user's took the compilation over
         if binary is None and compiled is not None and not _hooked(self.kernel):
             self._binaries[key] = _binary_of(self.kernel, compiled, len(tensors) + len(self.numbers), len(self.boxes))
 
@@ -223,17 +213,6 @@ class Ready:
         names = self.kernel.arg_names
         first = min((names.index(name) for name in self.constexprs if name in names), default=0)
         return (None,) * (first - len(self.numbers) - len(tensors))
-
-    def _compiled(self, tensors: tuple[torch.Tensor | None, ...], device: int) -> Any:
-        """The compiled kernel, after its launch; None where a hook of the user's took the compilation over."""
-        _check(self.kernel, (*tensors, *self.numbers), self.constexprs)
-
-        def run() -> Any:
-            triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
-            return self._through_triton(tensors)
-
-        # Triton keeps its allocator in a context variable: set in a copy of the context, it leaves the user's alone.
-        return contextvars.copy_context().run(run)
 
     def _through_triton(self, tensors: tuple[torch.Tensor | None, ...]) -> Any:
         return self.kernel[self.grid](
@@ -348,9 +327,9 @@ def _cuda_flat(compiled: Any, sizes: tuple[int, ...], rest: tuple[Any, ...]) -> 
     launcher, function, metadata, (x, y, z) = compiled.run, compiled.function, compiled.packed_metadata, sizes
     start, cooperative, dependent = _in_c(launcher), launcher.launch_cooperative_grid, launcher.launch_pdl
 
-    def call(stream: int, scratch: int | None, addresses: list[Any]) -> None:
+    def call(stream: int, addresses: list[Any]) -> None:
         start(
-            x, y, z, stream, function, cooperative, dependent, scratch, None, metadata, None, None, None,
+            x, y, z, stream, function, cooperative, dependent, None, None, metadata, None, None, None,
             *addresses, *rest,
         )  # fmt: skip
 
@@ -363,9 +342,9 @@ def _cuda_packed(compiled: Any, sizes: tuple[int, ...], rest: tuple[Any, ...]) -
     start, cooperative, dependent = _in_c(launcher), launcher.launch_cooperative_grid, launcher.launch_pdl
     annotations, signature = launcher.arg_annotations, launcher.kernel_signature
 
-    def call(stream: int, scratch: int | None, addresses: list[Any]) -> None:
+    def call(stream: int, addresses: list[Any]) -> None:
         start(
-            x, y, z, stream, function, cooperative, dependent, metadata, None, None, None, scratch, None,
+            x, y, z, stream, function, cooperative, dependent, metadata, None, None, None, None, None,
             annotations, signature, (*addresses, *rest),
         )  # fmt: skip
 
@@ -395,7 +374,7 @@ def _hip(compiled: Any, sizes: tuple[int, ...], rest: tuple[Any, ...]) -> Call:
     """Any of them on an AMD GPU: through the Python in front of the C function, which is alike in all."""
     launcher, function, metadata, (x, y, z) = compiled.run, compiled.function, compiled.packed_metadata, sizes
 
-    def call(stream: int, scratch: int | None, addresses: list[Any]) -> None:
+    def call(stream: int, addresses: list[Any]) -> None:
         launcher(x, y, z, stream, function, metadata, None, None, None, *addresses, *rest)
 
     return call
@@ -447,17 +426,12 @@ def _binary_of(kernel: Any, compiled: Any, runtime: int, boxes: int) -> _Binary:
     """`compiled`, whose first `runtime` parameters are not constexprs, `boxes` of them descriptors, ready to be called."""
     launcher = compiled.run
     form = _form(launcher.__class__)
-    global_scratch = getattr(launcher, "global_scratch_size", 0)
-    if form is None or (
-        # What only Triton's own launch provides: an instrumented kernel's memory and arguments.
-        launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False) or (form is _hip and global_scratch)
-    ):
-        return _Binary(kernel, compiled, 0, None, 0)
-    encoders = _encoders(compiled) if boxes else ()
-    if encoders is None or len(encoders) != boxes:
-        return _Binary(kernel, compiled, 0, None, 0)
-    scratch = global_scratch * getattr(launcher, "num_ctas", 1)
-    return _Binary(kernel, compiled, scratch, form, len(kernel.arg_names) - runtime, encoders)
+    # What only Triton's own launch provides: memory for what a kernel makes itself, or for an instrumented one.
+    theirs = ("global_scratch_size", "profile_scratch_size", "gsan_enabled")
+    encoders = _encoders(compiled) if boxes and form is not None else ()
+    if any(getattr(launcher, name, 0) for name in theirs) or encoders is None or len(encoders) != boxes:
+        form = None
+    return _Binary(kernel, compiled, form, len(kernel.arg_names) - runtime, encoders or ())
 
 
 # --- with no device --------------------------------------------------------------------------------------------------
