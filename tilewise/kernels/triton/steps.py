@@ -1,13 +1,13 @@
 """The named steps of attention in Triton, each written once: the kernels are sentences made of them.
 
     which_tile, extent       program -> (sequence, head, tile) and where a sequence lies
-    source, load_tile        rows of a sequence, by pointers or (Hopper on) by tensor descriptors that clip at its end
+    source, load_tile        rows of a sequence, by pointers or (Hopper) by descriptors that clip at its end
     parts, turned, product   a b, of tiles as they are, or of three bf16 parts each: true fp32 on Hopper
     scores                   S = q k^T, softcap
-    bias_and_mask            + bias, - ALiBi, boolean mask, block bits, Band and the sequence's end (-inf)
+    terms_of, bias_and_mask  + bias, - ALiBi, boolean mask, block bits, Band and the sequence's end (-inf)
     keep                     the pairs that dropout keeps
     update, finalize         the online softmax
-    statistics_of            where the backward keeps of each row lse and delta
+    statistics_of, store_..  what the backward keeps of each row: lse and delta
 
 `algorithm/` has the same names in torch, and the tests compare them one by one. Whatever an option needs stands under a
 compile-time `if`, so that an option that is off costs nothing. Scores reach the softmax in bits (log2(e) times), as there.
