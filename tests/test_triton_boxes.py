@@ -11,7 +11,6 @@ import torch
 
 pytest.importorskip("triton")
 
-import tilewise
 from tilewise import Problem, causal
 from tilewise.kernels.launch import Box, recording
 from tilewise.kernels.triton import config, host
@@ -56,9 +55,6 @@ def test_there_is_no_descriptor_of_nothing_or_of_one_element_for_many() -> None:
     for x in (torch.empty(2, 0, 3, 16), torch.empty(2, 3, 0, 16), torch.empty(2, 1, 3, 16).expand(2, 4, 3, 16)):
         assert host.whole(x.shape, x.stride(), 64, 16) is None
         assert host.ragged(x.shape, x.stride(), 64, 16) is None
-    x = torch.empty(2, 3, 5, 16)[:1, :1]  # strides of sizes 1 do not count
-    assert host.whole(x.shape, (0, 0, 16, 1), 64, 16) is not None
-    assert host.ragged(x.shape, (3, 0, 16, 1), 64, 16) is not None
 
 
 def test_sequences_that_do_not_lie_whole_rows_apart_have_no_ragged_descriptor() -> None:
@@ -89,11 +85,33 @@ def test_a_ragged_descriptor_ends_with_the_sequence(layout: str, end: int) -> No
         assert at == (rows[i, 3] if i < end else None)
 
 
+@pytest.mark.parametrize(
+    ("x", "is_copied"),
+    [
+        (torch.rand(3, 5, 7, 16), False), (torch.rand(3, 7, 5, 16).transpose(1, 2), False),
+        (torch.rand(3, 5, 7, 24)[..., :11], False), (torch.rand(3, 1, 7, 16).expand(3, 5, 7, 16), False),
+        (torch.rand(3, 5, 7, 17)[:1, :1, :1, :16], False),  # strides of sizes 1 do not count
+        (torch.rand(7, 2, 17), True), (torch.rand(3, 5, 7, 17)[..., :16], True), (torch.rand(3, 5, 16, 7).mT, True),
+        (torch.rand(3, 5, 7, 20)[..., 4:], True), (torch.rand(3, 5, 7, 24)[..., 1:17], True),
+        (torch.rand(3, 1, 7, 17).expand(3, 5, 7, 17), True), (torch.rand(1, 1, 7, 17).expand(3, 5, 7, 17), True),
+        (torch.rand(3, 5, 7, 16)[..., :1].expand(3, 5, 7, 16), True), (torch.rand(3, 0, 7, 17), True),
+    ],
+)  # fmt: skip
+def test_rows_are_copied_where_they_do_not_begin_at_multiples_of_8_elements(x: torch.Tensor, is_copied: bool) -> None:
+    ((rows,), (strides,)) = host.dense_rows(x)
+    assert (rows is not x) == is_copied
+    torch.testing.assert_close(rows, x, rtol=0, atol=0, equal_nan=True)
+    assert strides[-1] == 1
+    assert all(n % 8 == 0 for n in strides[:-1])
+    assert all(a == b or size <= 1 for a, b, size in zip(strides, rows.stride(), x.shape, strict=True))
+
+
 def recorded(device: str = "sm90", cfg: config.Config | None = None, **given: Any) -> dict[str, Any]:
     """The launch of each kernel, recorded for a GPU."""
     d, offset = given.pop("d", 64), given.pop("offset", 0)
     shape = (40, 2, d + offset) if "cu_seqlens_q" in given else (2, 2, 40, d + offset)
     q = torch.empty(shape, dtype=BF16)[..., :d]
+    q = q[:, :1].expand(shape) if given.pop("expanded", False) else q
     problem, aux = Problem.of(q, q, q, **given)
     problem = replace(problem, device=device)
     for cached in (host._forward, host._backward):
@@ -116,7 +134,9 @@ LENS = torch.tensor([40, 20], dtype=torch.int32)
         ({"cu_seqlens_q": torch.tensor([0, 10, 40], dtype=torch.int32)}, RAGGED, RAGGED),
         ({"k_lens": LENS}, BOX, RAGGED),
         ({"q_lens": LENS}, RAGGED, BOX),
-        ({"offset": 1}, POINTERS, POINTERS),  # rows that do not begin at 16 bytes
+        ({"offset": 1}, BOX, BOX),  # rows that do not begin at 16 bytes: a copy
+        ({"d": 41}, BOX, BOX),
+        ({"expanded": True}, POINTERS, POINTERS),
         ({"cfg": config.Config(64, 64, 4, 2)}, POINTERS, POINTERS),
     ],
 )
@@ -135,4 +155,3 @@ def test_tiles_are_as_wide_as_the_kernel_has_them() -> None:
     args = recorded(d=40)["dkdv_kernel"].args
     blocks = [arg.block_shape for arg in args if type(arg).__name__ == "TensorDescriptor"]
     assert blocks == [[1, 1, 64, 64]] * 4
-    assert tilewise.kernels.triton.options.widths(40, 40, "") == (64, 64)

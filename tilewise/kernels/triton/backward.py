@@ -77,10 +77,10 @@ def dq_kernel(
     k_start, _k_span, k_used = steps.extent(s, batch, k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
     if first < q_span:
         kv = head // group
-        Q, q_r = steps.source(q, s, head, q_start, q_b, q_h, q_r, q_used, O.STAY, O.ALIGNED)
-        DO, do_r = steps.source(do, s, head, q_start, do_b, do_h, do_r, q_used, O.STAY, O.ALIGNED)
-        K, k_r = steps.source(k, s, kv, k_start, k_b, k_h, k_r, k_used, O.PASS, O.ALIGNED)
-        V, v_r = steps.source(v, s, kv, k_start, v_b, v_h, v_r, k_used, O.PASS, O.ALIGNED)
+        Q, q_r = steps.source(q, s, head, q_start, q_b, q_h, q_r, q_used, O.STAY)
+        DO, do_r = steps.source(do, s, head, q_start, do_b, do_h, do_r, q_used, O.STAY)
+        K, k_r = steps.source(k, s, kv, k_start, k_b, k_h, k_r, k_used, O.PASS)
+        V, v_r = steps.source(v, s, kv, k_start, v_b, v_h, v_r, k_used, O.PASS)
         diagonal = steps.diagonal(q_used, k_used, i0, j0, O)
         dbias_at = 0
         if O.STORE_DBIAS:
@@ -178,8 +178,8 @@ def dkdv_kernel(
     q_start, _q_span, q_used = steps.extent(s, batch, q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
     k_start, k_span, k_used = steps.extent(s, batch, k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
     if first < k_span:
-        K, k_r = steps.source(k, s, kv, k_start, k_b, k_h, k_r, k_used, O.STAY, O.ALIGNED)
-        V, v_r = steps.source(v, s, kv, k_start, v_b, v_h, v_r, k_used, O.STAY, O.ALIGNED)
+        K, k_r = steps.source(k, s, kv, k_start, k_b, k_h, k_r, k_used, O.STAY)
+        V, v_r = steps.source(v, s, kv, k_start, v_b, v_h, v_r, k_used, O.STAY)
         k_tile = steps.parts(steps.load_tile(K, k_r, first, k_used, KEYS, WIDTH, O.D, O.STAY, not O.EVEN), O)
         v_tile = steps.parts(steps.load_tile(V, v_r, first, k_used, KEYS, V_WIDTH, O.DV, O.STAY, not O.EVEN), O)
         diagonal = steps.diagonal(q_used, k_used, i0, j0, O)
@@ -194,8 +194,8 @@ def dkdv_kernel(
         lists = (full_count, full, mixed_count, mixed, mixed_bits, blocks_b, blocks_h, blocks_n, blocks_m)
         for member in tl.range(0, group):
             head = kv * group + member
-            Q, q_row = steps.source(q, s, head, q_start, q_b, q_h, q_r, q_used, O.PASS, O.ALIGNED)
-            DO, do_row = steps.source(do, s, head, q_start, do_b, do_h, do_r, q_used, O.PASS, O.ALIGNED)
+            Q, q_row = steps.source(q, s, head, q_start, q_b, q_h, q_r, q_used, O.PASS)
+            DO, do_row = steps.source(do, s, head, q_start, do_b, do_h, do_r, q_used, O.PASS)
             terms = steps.terms_of(
                 s, head, batch, diagonal, k_used, left, right, bias_of, slopes, slopes_b, mask_of, bits, i0, j0, O
             )
@@ -250,10 +250,10 @@ def dbias_kernel(
         for head_n in tl.range(0, tl.where(dbias_h == 0, heads, 1)):
             head = own_head + head_n
             kv = head // group
-            q_rows, q_row = steps.rows_of(q, s, head, q_start, q_b, q_h, q_r, O.ALIGNED)
-            do_rows, do_row = steps.rows_of(do, s, head, q_start, do_b, do_h, do_r, O.ALIGNED)
-            k_rows, k_row = steps.rows_of(k, s, kv, k_start, k_b, k_h, k_r, O.ALIGNED)
-            v_rows, v_row = steps.rows_of(v, s, kv, k_start, v_b, v_h, v_r, O.ALIGNED)
+            q_rows, q_row = steps.rows_of(q, s, head, q_start, q_b, q_h, q_r)
+            do_rows, do_row = steps.rows_of(do, s, head, q_start, do_b, do_h, do_r)
+            k_rows, k_row = steps.rows_of(k, s, kv, k_start, k_b, k_h, k_r)
+            v_rows, v_row = steps.rows_of(v, s, kv, k_start, v_b, v_h, v_r)
             lse, delta = steps.statistics_of(statistics, s, head, batch, heads, q_len, q_start, O.PACKED)
             terms = steps.terms_of(
                 s, head, batch, diagonal, k_used, left, right, bias_of, slopes, slopes_b, mask_of, bits, i0, j0, O

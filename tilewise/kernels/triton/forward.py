@@ -49,9 +49,9 @@ def forward_kernel(
     k_start, _k_span, k_used = steps.extent(s, batch, k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
     if first < q_span:
         kv = head // group
-        Q, q_r = steps.source(q, s, head, q_start, q_b, q_h, q_r, q_used, O.STAY, O.ALIGNED)
-        K, k_r = steps.source(k, s, kv, k_start, k_b, k_h, k_r, k_used, O.PASS, O.ALIGNED)
-        V, v_r = steps.source(v, s, kv, k_start, v_b, v_h, v_r, k_used, O.PASS, O.ALIGNED)
+        Q, q_r = steps.source(q, s, head, q_start, q_b, q_h, q_r, q_used, O.STAY)
+        K, k_r = steps.source(k, s, kv, k_start, k_b, k_h, k_r, k_used, O.PASS)
+        V, v_r = steps.source(v, s, kv, k_start, v_b, v_h, v_r, k_used, O.PASS)
         diagonal = steps.diagonal(q_used, k_used, i0, j0, O)
         bias_of = (bias, bias_b, bias_h, bias_r, bias_c, bias_q, bias_k)
         mask_of = (mask, mask_b, mask_h, mask_r, mask_c, mask_q, mask_k)

@@ -47,13 +47,13 @@ def _forward(
 ) -> tuple[Ready, Memory, Memory]:
     """The launch, o and lse."""
     cfg = config.choose(problem, "forward")
-    is_aligned, steps = strides(*of_rows)
+    steps = strides(*of_rows)
     named = dict(zip(("q", "k", "v"), of_rows, strict=True))
-    *tma, boxes = _loads(problem, cfg, is_aligned, precision, {"k": 4, "v": 5}, {"q": 3}, named)
+    *tma, boxes = _loads(problem, cfg, precision, {"k": 4, "v": 5}, {"q": 3}, named)
     start = Ready(
         forward_kernel, (_tiles(problem, problem.q_len, cfg.rows) * problem.heads,),
         (*_common(problem, origin, _together(problem)), *steps, *_numbers(apart)),
-        {"O": Options.of(problem, cfg, is_aligned, tma, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages, boxes,
+        {"O": Options.of(problem, cfg, tma, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages, boxes,
     )  # fmt: skip
     return start, _memory(problem.o_shape, problem.dtype), _memory(problem.lse_shape, torch.float32)
 
@@ -133,14 +133,14 @@ def _backward(
 
 def _dkdv(problem: Problem, precision: str, origin: Origin, apart: Apart, *of_rows: Strides) -> Ready:
     cfg = config.choose(problem, "dkdv")
-    is_aligned, steps = strides(*of_rows)
+    steps = strides(*of_rows)
     together = max(1, _together(problem) // problem.group)
     named = dict(zip(("do", "q", "k", "v"), of_rows, strict=True))
-    *tma, boxes = _loads(problem, cfg, is_aligned, precision, {"do": 3, "q": 4}, {"k": 5, "v": 6}, named)
+    *tma, boxes = _loads(problem, cfg, precision, {"do": 3, "q": 4}, {"k": 5, "v": 6}, named)
     return Ready(
         dkdv_kernel, (_tiles(problem, problem.k_len, cfg.keys) * problem.kv_heads,),
         (*_common(problem, origin, together), *steps, *_numbers(apart)),
-        {"O": Options.of(problem, cfg, is_aligned, tma, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages, boxes,
+        {"O": Options.of(problem, cfg, tma, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages, boxes,
     )  # fmt: skip
 
 
@@ -149,16 +149,16 @@ def _dq(
     *of_rows: Strides,
 ) -> Ready:  # fmt: skip
     cfg = config.choose(problem, "dq")
-    is_aligned, steps = strides(*of_rows)
+    steps = strides(*of_rows)
     named = dict(zip(("do", "q", "k", "v"), of_rows, strict=True))
-    *tma, boxes = _loads(problem, cfg, is_aligned, precision, {"k": 9, "v": 10}, {"do": 7, "q": 8}, named)
+    *tma, boxes = _loads(problem, cfg, precision, {"k": 9, "v": 10}, {"do": 7, "q": 8}, named)
     along = (0,) * 3 if of_dlse is None else (*(0,) * (3 - len(of_dlse)), *of_dlse)
     return Ready(
         dq_kernel, (_tiles(problem, problem.q_len, cfg.rows) * problem.heads,),
         (
             *_common(problem, origin, _together(problem)), *steps, *_numbers(apart), *(dbias or NO_PAIRS).numbers[:4], *along,
         ),
-        {"O": Options.of(problem, cfg, is_aligned, tma, origin, precision, *apart[1:3], dbias)}, cfg.warps, cfg.stages,
+        {"O": Options.of(problem, cfg, tma, origin, precision, *apart[1:3], dbias)}, cfg.warps, cfg.stages,
         boxes,
     )  # fmt: skip
 
@@ -168,12 +168,12 @@ def _broadcast_dbias(
     *of_rows: Strides,
 ) -> Ready:  # fmt: skip
     cfg = config.choose(problem, "dbias")
-    is_aligned, steps = strides(*of_rows)
+    steps = strides(*of_rows)
     b, h, rows, keys = shape
     return Ready(
         dbias_kernel, (b * h * -(-rows // cfg.rows) * -(-keys // cfg.keys),),
         (*_common(problem, origin, 1), *steps, *_numbers(apart), *of_dbias),
-        {"O": Options.of(problem, cfg, is_aligned, NO_BOX, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages,
+        {"O": Options.of(problem, cfg, NO_BOX, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages,
     )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def _per_head(problem: Problem, precision: str) -> Ready:
     cfg = config.choose(problem, "dq")
     return Ready(
         per_head_kernel, (problem.batch * problem.heads,), (problem.batch, problem.heads, problem.q_len),
-        {"O": Options.of(problem, cfg, False, NO_BOX, NOTHING.origin, precision)}, 4, 1,
+        {"O": Options.of(problem, cfg, NO_BOX, NOTHING.origin, precision)}, 4, 1,
     )  # fmt: skip
 
 
@@ -218,17 +218,33 @@ def _zeros(problem: Problem, aux: Aux) -> list[Tensor | None]:
 
 
 def dense_rows(*tensors: Tensor) -> tuple[list[Tensor], list[Strides]]:
-    """Each tensor, or a copy whose rows are contiguous and begin at 16 bytes: what a vector load or a descriptor can
-    read; and the strides of each."""
+    """Each tensor, or a copy whose rows are contiguous and begin at multiples of 8 elements: what vector loads and
+    descriptors read; and the strides of each."""
     rows, strides = [], []
     for x in tensors:
-        stride = x.stride()
-        if stride[-1] != 1 or x.data_ptr() & 15:
-            x = x.clone(memory_format=torch.contiguous_format)
-            stride = x.stride()
+        stride = _strides_of_rows(x.shape, x.stride())
+        if stride is None or x.data_ptr() & 15:
+            x, stride = _copied(x)
         rows.append(x)
         strides.append(stride)
     return rows, strides
+
+
+@lru_cache(maxsize=READY)
+def _strides_of_rows(shape: tuple[int, ...], stride: Strides) -> Strides | None:
+    """The strides, 8 where the size is 1, if the tensor's rows are contiguous and all lie a multiple of 8 elements apart."""
+    *apart, last = [n if size > 1 else 8 for n, size in zip(stride, shape, strict=True)]
+    if (last != 1 and shape[-1] > 1) or any(n % 8 for n in apart):
+        return None
+    return (*apart, 1)
+
+
+def _copied(x: Tensor) -> tuple[Tensor, Strides]:
+    width = -(-x.shape[-1] // 8) * 8
+    copy = x.new_empty((*x.shape[:-1], width))[..., : x.shape[-1]].copy_(x)
+    stride = _strides_of_rows(copy.shape, copy.stride())
+    assert stride is not None
+    return copy, stride
 
 
 def empty_strided(x: Tensor) -> Callable[[tuple[int, ...], Strides, torch.dtype], Tensor]:
@@ -277,19 +293,17 @@ def pointers(q: Tensor, k: Tensor, v: Tensor, aux: Aux, by_query: bool) -> tuple
 _NO_LISTS = (None,) * 6
 
 
-def strides(*of_tensors: Strides) -> tuple[bool, Strides]:
-    """Whether all rows begin at multiples of 8 elements, and (from sequence to sequence, head to head, row to row) of
-    each tensor: packed ones lie in one sequence. In elements, or in units of 8 where all are multiples of it.
-    """
+def strides(*of_tensors: Strides) -> Strides:
+    """(From sequence to sequence, head to head, row to row) of each tensor, in units of 8 elements: packed ones lie in one
+    sequence."""
     out: list[int] = []
     for stride in of_tensors:
         out += stride[:3] if len(stride) == 4 else (0, stride[1], stride[0])
-    is_aligned = not any(n % 8 for n in out)
-    return is_aligned, tuple([n // 8 for n in out]) if is_aligned else tuple(out)
+    return tuple([n // 8 for n in out])
 
 
 def _loads(
-    problem: Problem, cfg: config.Config, is_aligned: bool, precision: str, pass_by: dict[str, int],
+    problem: Problem, cfg: config.Config, precision: str, pass_by: dict[str, int],
     stay: dict[str, int], of_rows: dict[str, Strides],
 ) -> tuple[int, int, Boxes]:  # fmt: skip
     """How a kernel loads the tiles that pass by and those that stay (`Options.PASS`, `STAY`), and the descriptors.
@@ -298,7 +312,7 @@ def _loads(
     """
     how: list[int] = []
     boxes: Boxes = {}
-    columns = widths(problem.qk_dim, problem.v_dim, precision)
+    columns = widths(problem, cfg, precision)
     for places in (pass_by, stay):
         found = {}
         for name, place in places.items():
@@ -307,7 +321,7 @@ def _loads(
             shape = {"q": _q_shape(problem), "k": problem.k_shape, "v": _v_shape(problem), "do": problem.o_shape}[name]
             clipped = problem.q_layout is Layout.PACKED or lens
             box = (ragged if clipped else whole)(shape, of_rows[name], side, columns[name in ("v", "do")])
-            if cfg.tma and is_aligned and box is not None:
+            if cfg.tma and box is not None:
                 found[place] = box
         if len(found) < len(places):
             how.append(POINTERS)
@@ -319,10 +333,9 @@ def _loads(
 
 def whole(shape: Strides, strides: Strides, side: int, width: int) -> Box | None:
     """A descriptor of a dense x (B, H, S, D). None: the hardware has none for no elements, or one element for many."""
-    steps = tuple([n if size > 1 else 8 for n, size in zip(strides[:3], shape, strict=False)])
-    if 0 in shape or min(steps) <= 0:
+    if 0 in shape or min(strides) <= 0:
         return None
-    return Box(shape, (*steps, 1), (1, 1, side, width))
+    return Box(shape, strides, (1, 1, side, width))
 
 
 def ragged(shape: Strides, strides: Strides, side: int, width: int) -> Box | None:
@@ -336,7 +349,7 @@ def ragged(shape: Strides, strides: Strides, side: int, width: int) -> Box | Non
     dense = len(shape) == 4
     heads, d = (shape[1], shape[3]) if dense else shape[1:]
     apart, of_head, row = strides[:3] if dense else (0, strides[1], strides[0])
-    apart, of_head = (apart if shape[0] > 1 else 0), (of_head if heads > 1 else 8)
+    apart = apart if shape[0] > 1 else 0
     rows = shape[0] if not dense else shape[2] + (shape[0] - 1) * apart // max(row, 1)
     if 0 in shape or min(of_head, row) <= 0 or apart % row or rows > FAR:
         return None

@@ -160,17 +160,13 @@ def diagonal(q_used, k_used, i0, j0, O: tl.constexpr):
 
 
 @triton.jit
-def rows_of(x, s, head, start, x_b, x_h, x_r, ALIGNED: tl.constexpr):
+def rows_of(x, s, head, start, x_b, x_h, x_r):
     """(rows of one sequence and head of x, the stride from one to the next). A packed x has x_b = 0.
 
-    ALIGNED: strides come in units of 8 elements, so that the compiler sees that rows begin at 16 bytes and loads may be
-    as wide.
+    Strides come in units of 8 elements, so that the compiler sees that rows begin at 16 bytes and loads may be as wide.
     """
-    if ALIGNED:
-        x_b = x_b * 8
-        x_h = x_h * 8
-        x_r = x_r * 8
-    return x + s.to(tl.int64) * x_b + head.to(tl.int64) * x_h + start.to(tl.int64) * x_r, x_r
+    x_r = x_r * 8
+    return x + s.to(tl.int64) * (x_b * 8) + head.to(tl.int64) * (x_h * 8) + start.to(tl.int64) * x_r, x_r
 
 
 @triton.jit
@@ -205,7 +201,7 @@ def terms_of(
 
 
 @triton.jit
-def source(x, s, head, start, x_b, x_h, x_r, end, TMA: tl.constexpr, ALIGNED: tl.constexpr):
+def source(x, s, head, start, x_b, x_h, x_r, end, TMA: tl.constexpr):
     """(what load_tile reads, from row to row): rows [0, end) of one sequence and head of x.
 
     TMA: 0, x is a pointer; BOX, a descriptor (sequences, heads, rows, columns), which clips at the tensor's rows; RAGGED,
@@ -216,7 +212,7 @@ def source(x, s, head, start, x_b, x_h, x_r, end, TMA: tl.constexpr, ALIGNED: tl
     elif TMA == RAGGED:
         return (x, s * (x_b // x_r) + start + end, head, FAR - end), x_r
     else:
-        return rows_of(x, s, head, start, x_b, x_h, x_r, ALIGNED)
+        return rows_of(x, s, head, start, x_b, x_h, x_r)
 
 
 @triton.jit
