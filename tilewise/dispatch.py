@@ -13,6 +13,7 @@ from types import ModuleType
 from .problem import Problem
 
 BACKENDS = {  # fastest first
+    "hopper": "tilewise.kernels.hopper.backend",
     "triton": "tilewise.kernels.triton.backend",
     "tiled": "tilewise.algorithm.tiled",
 }
