@@ -105,17 +105,19 @@ class Buffers(list):
 class Block:
     """One program: its rings, its turns, and a log of (consumer, what, ...)."""
 
-    def __init__(self, call: Any, O: Any, programs: list[int], counter: list[int], seed: int) -> None:
-        self.O, self.counter = O, counter
+    def __init__(self, numbers: dict[str, int], O: Any, program: int, programs: int, counter: list[int], seed: int) -> None:
+        self.O, self.counter, self.program, self.programs = O, counter, program, programs
         self.scheduler = Scheduler(seed)
-        self.program, self.programs = programs
         self.consumers = O.ROWS // 64
         self.log: list[tuple[Any, ...]] = []
         self.turns: dict[int, list[str]] = {c: [] for c in range(self.consumers)}
         rings = {"tiles": (2, self.consumers), "q": (O.QUERIES * self.consumers, 1)}
         rings |= {"k": (O.STAGES, self.consumers), "v": (O.STAGES, self.consumers)}
         self.rings = SimpleNamespace(**{name: self.ring(name, *sizes) for name, sizes in rings.items()})
-        self.call = call
+        self.call = SimpleNamespace(**numbers)
+        for method in ("blocks", "free_blocks"):
+            setattr(self.call, method, self.rewired(getattr(forward.Call, method)).__get__(self.call))
+        self.masked: set[Any] = set()
 
     def run(self) -> None:
         partitions = {str(c): self._consumer(c) for c in range(self.consumers)}
@@ -152,7 +154,7 @@ class Block:
             "put_tile": self.put_tile, "take_tile": self.take_tile, "begin_claim": self.begin_claim,
             "end_claim": self.end_claim, "take_turn": self.take_turn, "pass_turn": self.pass_turn,
             "matrix": lambda buffer: buffer[0], "scores": self.scores, "warpgroup_mma": self.multiply, "INF": float("inf"),
-            "cap": lambda S, *_: S, "mask": self.mask, "rescale": lambda o, _: o, "stay_before": lambda _: None,
+            "cap": lambda S, *_: S, "mask": self.mask, "rescale": lambda o, _: o, "stay_before": lambda _: None, "uniform": lambda x: x,
             "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else deps,
             "softmax": lambda S, *_: (_Scores(S), "m", Anything(), "alpha"), "half_block": self.half_block,
             "finalize": lambda *_: (Anything(), Anything()), "store_by_tma": self.store, "wait_for_stores": lambda: None,
@@ -215,11 +217,9 @@ class Block:
         self.log.append(("block", who, q[1:4], k[1:4], P.S in self.masked))
         return "o"
 
-    masked: set[Any] = set()
-
     def mask(self, S: Any, first: int, j0: int, *_: Any) -> Any:
         assert (S[0][3], S[1][3]) == (first, j0)
-        self.masked = self.masked | {S}
+        self.masked.add(S)
         return S
 
     def half_block(self, m: Any, l: Any, q: Any, n: int, first: int, j0: int, rings: Any, *_: Any) -> tuple[Any, ...]:
@@ -227,7 +227,7 @@ class Block:
         rings.k.release(n)
         assert k[3] == j0
         v = rings.v.wait(n)[0]
-        self.masked = self.masked | {(q, k)}
+        self.masked.add((q, k))
         self.multiply(_Scores((q, k)), v, "o")
         rings.v.release(n)
         return "o", m, l

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ... import mask as arithmetic
 from .pipeline import (
     Ring, aggregate, begin_claim, end_claim, pass_turn, put_tile, ring_of, stay_before, store_by_tma, take_tile,
-    take_turn, wait_for_stores,
+    take_turn, uniform, wait_for_stores,
 )  # fmt: skip
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -72,7 +72,8 @@ class Call:
     def blocks(self, first, ROWS: gl.constexpr, KEYS: gl.constexpr):
         """Blocks [lo, hi) of KEYS keys that some of the rows [first, first + ROWS) see; where there is none, one all the same."""
         last = gl.minimum(first + ROWS, self.q_len)
-        lo, hi = key_range(first, last, self.left, self.right, self.diagonal, self.k_len)
+        # `uniform`: else the compiler computes what follows from the bounds alone once, and spills it (d 256, 40 bytes).
+        lo, hi = key_range(first, last, uniform(self.left), uniform(self.right), self.diagonal, self.k_len)
         return lo // KEYS, gl.maximum((hi + KEYS - 1) // KEYS, lo // KEYS + 1)
 
     @gluon.jit

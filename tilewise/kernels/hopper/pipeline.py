@@ -112,11 +112,11 @@ def take_tile(tiles, n):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     both = gl.max(tiles.wait(n).load(layout), 0)
     tiles.release(n)
-    return _uniform((both >> 32).to(gl.int32)), _uniform(both.to(gl.int32))
+    return uniform((both >> 32).to(gl.int32)), uniform(both.to(gl.int32))
 
 
 @gluon.jit
-def _uniform(x):
+def uniform(x):
     """x, which all threads have, in the eyes of ptxas too: under a branch that it thinks divergent it lets no wgmma overlap."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
