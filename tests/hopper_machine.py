@@ -13,6 +13,8 @@ from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
+import torch
+
 from tilewise import mask
 from tilewise.kernels.hopper import forward, pipeline
 
@@ -105,14 +107,16 @@ class Buffers(list):
 class Block:
     """One program: its rings, its turns, and a log of (consumer, what, ...)."""
 
-    def __init__(self, numbers: dict[str, int], O: Any, program: int, programs: int, counter: list[int], seed: int) -> None:
-        self.O, self.counter, self.program, self.programs = O, counter, program, programs
+    def __init__(
+        self, numbers: dict[str, int], options: Any, program: int, programs: int, counter: list[int], seed: int
+    ) -> None:
+        self.O, self.counter, self.program, self.programs = options, counter, program, programs
         self.scheduler = Scheduler(seed)
-        self.consumers = O.ROWS // 64
+        self.consumers = options.ROWS // 64
         self.log: list[tuple[Any, ...]] = []
         self.turns: dict[int, list[str]] = {c: [] for c in range(self.consumers)}
-        rings = {"tiles": (2, self.consumers), "q": (O.QUERIES * self.consumers, 1)}
-        rings |= {"k": (O.STAGES, self.consumers), "v": (O.STAGES, self.consumers)}
+        rings = {"tiles": (2, self.consumers), "q": (options.QUERIES * self.consumers, 1)}
+        rings |= {"k": (options.STAGES, self.consumers), "v": (options.STAGES, self.consumers)}
         self.rings = SimpleNamespace(**{name: self.ring(name, *sizes) for name, sizes in rings.items()})
         self.call = SimpleNamespace(**numbers)
         for method in ("blocks", "free_blocks"):
@@ -153,11 +157,12 @@ class Block:
             "gl": _Language(self.program, self.programs), "mbarrier": self, "tma_load": self.tma_load, "PIECE": 64,
             "put_tile": self.put_tile, "take_tile": self.take_tile, "begin_claim": self.begin_claim,
             "end_claim": self.end_claim, "take_turn": self.take_turn, "pass_turn": self.pass_turn,
-            "matrix": lambda buffer: buffer[0], "scores": self.scores, "warpgroup_mma": self.multiply, "INF": float("inf"),
-            "cap": lambda S, *_: S, "mask": self.mask, "rescale": lambda o, _: o, "stay_before": lambda _: None, "uniform": lambda x: x,
+            "matrix": lambda buffer: buffer[0], "scores": self.scores, "warpgroup_mma": self.multiply, "INF": torch.inf,
+            "cap": lambda S, *_: S, "mask": self.mask, "rescale": lambda o, _: o,
+            "stay_before": lambda _: None, "uniform": lambda x: x, "wait_for_stores": lambda: None,
             "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else deps,
             "softmax": lambda S, *_: (_Scores(S), "m", Anything(), "alpha"), "half_block": self.half_block,
-            "finalize": lambda *_: (Anything(), Anything()), "store_by_tma": self.store, "wait_for_stores": lambda: None,
+            "finalize": lambda *_: (Anything(), Anything()), "store_by_tma": self.store,
         }  # fmt: skip
         if function is forward.consumer:
             names["step"] = self.rewired(forward.step)
@@ -203,7 +208,9 @@ class Block:
     def pass_turn(self, consumer: int) -> None:
         self.scheduler.until()
         self.turns[consumer].append("turn")
-        assert len(self.turns[consumer]) == 1, "a second arrival at a named barrier counts for the threads that wait there"
+        assert len(self.turns[consumer]) == 1, (
+            "a second arrival at a named barrier counts for the threads that wait there"
+        )
 
     def scores(self, q: Any, k: Any) -> tuple[Any, ...]:
         return q, k
@@ -222,7 +229,9 @@ class Block:
         self.masked.add(S)
         return S
 
-    def half_block(self, m: Any, l: Any, q: Any, n: int, first: int, j0: int, rings: Any, *_: Any) -> tuple[Any, ...]:
+    def half_block(
+        self, m: Any, sums: Any, q: Any, n: int, first: int, j0: int, rings: Any, *_: Any
+    ) -> tuple[Any, ...]:
         k = rings.k.wait(n)[0]
         rings.k.release(n)
         assert k[3] == j0
@@ -230,7 +239,7 @@ class Block:
         self.masked.add((q, k))
         self.multiply(_Scores((q, k)), v, "o")
         rings.v.release(n)
-        return "o", m, l
+        return "o", m, sums
 
     def store(self, tile: Any, buffer: Any, descriptor: str, at: list[int]) -> None:
         self.log.append(("store", int(threading.current_thread().name), tuple(at[:3])))

@@ -17,7 +17,7 @@ from . import config
 def why_not(problem: Problem) -> str | None:
     """None, or why this backend does not take the problem."""
     if problem.device != "sm90":
-        return f"it is for Hopper, sm90 (q is on {problem.device})"
+        return f"it is for Hopper GPUs, sm90 (q is on {problem.device})"
     if reason := triton_backend.why_not(problem):  # of Triton's version, and for the backward
         return reason
     if problem.dtype not in (torch.float16, torch.bfloat16):

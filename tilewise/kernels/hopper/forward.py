@@ -19,8 +19,19 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ... import mask as arithmetic
 from .pipeline import (
-    Ring, aggregate, begin_claim, end_claim, pass_turn, put_tile, ring_of, stay_before, store_by_tma, take_tile,
-    take_turn, uniform, wait_for_stores,
+    Ring,
+    aggregate,
+    begin_claim,
+    end_claim,
+    pass_turn,
+    put_tile,
+    ring_of,
+    stay_before,
+    store_by_tma,
+    take_tile,
+    take_turn,
+    uniform,
+    wait_for_stores,
 )  # fmt: skip
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -126,7 +137,7 @@ def producer(q_desc, k_desc, v_desc, counter, rings, call, O: gl.constexpr):
             rings.q.load(t * CONSUMERS + c, q_desc, [b, h, row * O.ROWS + PIECE * c, 0])
         lo, hi = call.blocks(row * O.ROWS, O.ROWS, O.KEYS)
         claim = tile
-        for j in range(0, hi - lo):
+        for j in range(hi - lo):
             block = hi - 1 - j
             if block == lo:
                 claim = begin_claim(counter)
@@ -189,9 +200,15 @@ def mask(S, first, j0, call, O: gl.constexpr):
     KEYS: gl.constexpr = S.shape[1]
     S4 = S.reshape([PIECE, KEYS // 8, 4, 2])
     L: gl.constexpr = S4.type.layout
-    i = gl.arange(0, PIECE, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None][:, :, None][:, :, :, None]
-    a = gl.arange(0, KEYS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :][:, :, None][:, :, :, None]
-    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, :][:, None, :][:, :, :, None]
+    i = gl.arange(0, PIECE, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None][:, :, None][
+        :, :, :, None
+    ]
+    a = gl.arange(0, KEYS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :][:, :, None][
+        :, :, :, None
+    ]
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, :][:, None, :][
+        :, :, :, None
+    ]
     b = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, :][:, None, :][:, :, None, :]
     on = i + (first + call.diagonal)  # the key on the row's diagonal
     end = gl.minimum(on + call.right + 1, call.k_len) - j0 - 2 * lane
@@ -279,9 +296,8 @@ def step(P, o, m, l, q, n, first, j0, masked, rings, call, C: gl.constexpr, O: g
     S = warpgroup_mma_wait(1, [S])
     rings.k.release(n)
     S = cap(S, call, O)
-    if O.MASKED:
-        if masked:
-            S = mask(S, first, j0, call, O)
+    if O.MASKED and masked:
+        S = mask(S, first, j0, call, O)
     P_next, m, l, alpha = softmax(S, m, l, call, O.MASKED, O)
     stay_before(l)
     o = warpgroup_mma_wait(0, [o])
@@ -344,7 +360,7 @@ def consumer(o_desc, o_buffers, lse, sink, rings, call, C: gl.constexpr, O: gl.c
         free_lo, free_hi = call.free_blocks(first, O.KEYS)
 
         above = tile_hi - hi
-        for j in range(0, above):
+        for j in range(above):
             rings.k.skip(n)
             if j > 0:
                 rings.v.skip(n - 1)
@@ -373,9 +389,8 @@ def consumer(o_desc, o_buffers, lse, sink, rings, call, C: gl.constexpr, O: gl.c
                 take_turn(C)
         k = rings.k.wait(n)
         S = scores(q, matrix(k))
-        if O.HALF:
-            if half:
-                pass_turn((C + 1) % CONSUMERS)
+        if O.HALF and half:
+            pass_turn((C + 1) % CONSUMERS)
         S = warpgroup_mma_wait(0, [S])
         rings.k.release(n)
         if above > 0:
@@ -385,9 +400,8 @@ def consumer(o_desc, o_buffers, lse, sink, rings, call, C: gl.constexpr, O: gl.c
             S = mask(S, first, (hi - 1) * O.KEYS, call, O)
         P, m, l, alpha = softmax(S, m, l, call, True, O)
         P = gl.convert_layout(P.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
-        if O.HALF:
-            if half:
-                o = rescale(o, alpha)
+        if O.HALF and half:
+            o = rescale(o, alpha)
         n += 1
         for j in range(1, hi - lo):
             block = hi - 1 - j
@@ -401,7 +415,7 @@ def consumer(o_desc, o_buffers, lse, sink, rings, call, C: gl.constexpr, O: gl.c
         l_row = gl.convert_layout(gl.sum(l, 1), m_layout)
         o = warpgroup_mma_wait(0, [o])
         rings.v.release(n - 1)
-        for j in range(0, lo - tile_lo):
+        for _ in range(lo - tile_lo):
             take_turn(C)
             pass_turn((C + 1) % CONSUMERS)
             rings.k.skip(n)

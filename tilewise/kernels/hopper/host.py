@@ -133,7 +133,9 @@ def launch_of(problem: Problem, origin: Origin, at_once: int, *of_rows: Strides)
 
 def _box(shape: Sequence[int], strides: Sequence[int], side: tuple[int, int], dtype: torch.dtype) -> Box:
     block = (1, 1, *side)
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype])
+    layout = gl.NVMMASharedLayout.get_default_for(
+        list(block), {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
+    )
     # Of a dimension with one element the stride means nothing, and TMA minds it.
     known = tuple(stride if size > 1 else 8 for size, stride in zip(shape[:3], strides[:3], strict=True))
     return Box(tuple(shape), (*known, 1), block, layout)
@@ -150,7 +152,9 @@ def _together(problem: Problem) -> int:
 def loadable(x: Tensor) -> Tensor:
     """x, or a copy of it that TMA can load: rows contiguous, at multiples of 16 bytes, none of them in two places."""
     strides = x.stride()
-    apart = all(stride % 8 == 0 and stride > 0 for stride, size in zip(strides[:3], x.shape[:3], strict=True) if size > 1)
+    apart = all(
+        stride % 8 == 0 and stride > 0 for stride, size in zip(strides[:3], x.shape[:3], strict=True) if size > 1
+    )
     if strides[3] == 1 and apart and x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
