@@ -199,17 +199,10 @@ def mask(S, first, j0, call, O: gl.constexpr):
     """
     KEYS: gl.constexpr = S.shape[1]
     S4 = S.reshape([PIECE, KEYS // 8, 4, 2])
-    L: gl.constexpr = S4.type.layout
-    i = gl.arange(0, PIECE, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None][:, :, None][
-        :, :, :, None
-    ]
-    a = gl.arange(0, KEYS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :][:, :, None][
-        :, :, :, None
-    ]
-    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, :][:, None, :][
-        :, :, :, None
-    ]
-    b = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, :][:, None, :][:, :, None, :]
+    i = numbers(0, S4)
+    a = numbers(1, S4)
+    lane = numbers(2, S4)
+    b = numbers(3, S4)
     on = i + (first + call.diagonal)  # the key on the row's diagonal
     end = gl.minimum(on + call.right + 1, call.k_len) - j0 - 2 * lane
     seen = 8 * a + b < end
@@ -217,6 +210,24 @@ def mask(S, first, j0, call, O: gl.constexpr):
         seen = seen & (8 * a + b >= on - call.left - j0 - 2 * lane)
     S4 = gl.where(seen, S4, -INF)
     return gl.convert_layout(S4.reshape([PIECE, KEYS]), S.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def numbers(dim: gl.constexpr, x):
+    """0, 1, 2, ... along one of x's four dimensions; of size 1 along the others."""
+    n = gl.arange(0, x.shape[dim], _without_others(dim, x.type.layout))
+    for other in gl.static_range(4):
+        if other != dim:
+            n = gl.expand_dims(n, other)
+    return n
+
+
+@gluon.constexpr_function
+def _without_others(dim, layout):
+    for other in (3, 2, 1, 0):
+        if other != dim:
+            layout = gl.SliceLayout(other, layout)
+    return layout
 
 
 @gluon.jit
@@ -269,7 +280,7 @@ def _constraints(n):
 @gluon.jit
 def finalize(m, l, sink, h, SINK: gl.constexpr):
     """(what O is to be multiplied by, lse). The sink, a logit, joins l without a value; an empty row stays empty."""
-    factor = l * 0.0 + 1.0
+    factor = 1.0
     if SINK:
         logit = gl.load(sink + h).to(gl.float32) * LOG2E
         m_new = gl.where(l == 0.0, m, gl.maximum(m, logit))
