@@ -31,6 +31,7 @@ class Options:
     STAGES: int
     QUERIES: int
     O_IN_Q: bool  # O is stored through Q's buffer
+    BANDED: bool  # some keys may not be seen
     LEFT: bool  # the Band is bounded on this side
     MASKED: bool  # blocks after a piece's first may need the mask
     HALF: bool
@@ -49,7 +50,8 @@ class Options:
         consumer_registers, producer_registers = cfg.registers
         return cls(
             WIDTH=wide, V_WIDTH=v_wide, ROWS=cfg.rows, KEYS=cfg.keys, STAGES=cfg.stages, QUERIES=cfg.queries,
-            O_IN_Q=cfg.queries == 1 and wide == v_wide, LEFT=band.left is not None, MASKED=band.left is not None or cut,
+            O_IN_Q=cfg.queries == 1 and wide == v_wide, BANDED=not band.is_full, LEFT=band.left is not None,
+            MASKED=band.left is not None or cut,
             HALF=cfg.half and band.right is not None, SOFTCAP=problem.softcap > 0, SINK=problem.sink,
             CONSUMER_REGISTERS=consumer_registers, PRODUCER_REGISTERS=producer_registers,
         )  # fmt: skip
