@@ -28,7 +28,7 @@ test-oldest: $(OLDEST)/.installed
 	and not test_sampled \
 	and not (test_triton.py and not (test_cases[0] or steps or without_triton))"
 
-OTHER_THINGS = test_bench or test_cli or test_close or test_covering or test_io_model or test_mask or test_triton_config
+OTHER_THINGS = test_bench or test_cli or test_close or test_covering or test_io_model or test_mask or test_triton_config or test_hopper
 
 # What compiles kernels, on each of TRITONS that pip serves, beside the torch in VENV. `make test-triton-3.8`: on one.
 test-tritons: $(INSTALLED)
@@ -38,7 +38,7 @@ test-tritons: $(INSTALLED)
 $(TRITONS:%=test-triton-%): test-triton-%: $(VENV)/triton-%/.installed
 	@test -e $< || { echo "pip serves no Triton $* here"; exit; }; export OMP_NUM_THREADS=1 PYTHONPATH=$(<D); \
 	$(BIN)/python -c "import triton; assert triton.__version__.startswith('$*.'), triton.__file__" && \
-	$(BIN)/python -m pytest tests/test_triton_config.py tests/test_triton_launch.py
+	$(BIN)/python -m pytest tests/test_triton_config.py tests/test_triton_launch.py tests/test_hopper.py
 
 slow: $(INSTALLED)
 	@$(BIN)/python -m pytest -m slow

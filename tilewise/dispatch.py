@@ -13,6 +13,7 @@ from types import ModuleType
 from .problem import Problem
 
 BACKENDS = {  # fastest first
+    "hopper": "tilewise.kernels.hopper.backend",
     "triton": "tilewise.kernels.triton.backend",
     "tiled": "tilewise.algorithm.tiled",
 }
@@ -50,6 +51,7 @@ def explain(problem: Problem) -> str:
     >>> q = torch.randn(1, 8, 1024, 64)
     >>> print(tilewise.explain(tilewise.Problem.of(q, q, q, mask=tilewise.causal)[0]))
     batch 1, 1024 queries x 1024 keys, 8 heads, d 64, float32, cpu, scale=0.125, causal
+      hopper: it is for Hopper GPUs, sm90 (q is on cpu)
       triton: it needs a GPU (q is on the CPU)
       tiled: chosen
     """

@@ -92,6 +92,20 @@ def mask_free_queries(j_lo, j_hi, left, right, offset, q_len):
     return lo, hi
 
 
+def tile_of(t, tiles, together, heads):
+    """(tile, head) of the t-th of `heads * tiles`: `together` heads walk their tiles side by side, the last ones first.
+
+    So the long tiles of a causal mask come first, and the keys of the heads that are at work stay in the L2.
+
+    >>> [tile_of(t, 2, 2, 3) for t in range(6)]
+    [(1, 0), (1, 1), (0, 0), (0, 1), (1, 2), (0, 2)]
+    """
+    group = t // (tiles * together)
+    r = t % (tiles * together)
+    width = min(together, heads - group * together)
+    return tiles - 1 - r // width, group * together + r % width
+
+
 def _sum_clamped(first: int, count: int, top: int) -> int:
     """Sum of `min(max(x, 0), top)` over `x = first .. first + count - 1`."""
 

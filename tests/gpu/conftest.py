@@ -16,9 +16,10 @@ import pytest
 import stamp
 import torch
 from cases import Case
+from hopper_cases import on_hopper
 from test_torch import CASES as TRACED
 from triton_cases import PROMISED, for_triton, on_gpu
-from where import BACKEND, DEVICE, REHEARSAL, WHY_NOT, set_up
+from where import BACKEND, DEVICE, REHEARSAL, WHY_NOT, WHY_NOT_HOPPER, set_up
 
 import tilewise
 
@@ -49,7 +50,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     promised = {f"promised {name}": case for name, case in PROMISED.items()}
     promised |= {f"traced {name}": for_triton(case) for name, case in TRACED.items()}
-    chosen = {name: on_gpu()[name] for item in session.items if (name := _case_of(item))}
+    cases = {**on_gpu(), **({} if WHY_NOT_HOPPER else on_hopper())}
+    chosen = {name: cases[name] for item in session.items if (name := _case_of(item)) in cases}
     worker = ThreadPoolExecutor(1)  # one pool after the other
     at_work["compiled"] = worker.submit(_judge, {} if REHEARSAL else promised, frozenset(promised))
     at_work["verdicts"] = worker.submit(_judge, chosen, frozenset())

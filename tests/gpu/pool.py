@@ -19,7 +19,7 @@ from cases import Case
 from close import assert_close
 from covering import specialisation
 from poison import poisoned_memory
-from where import BACKEND, DEVICE, moved, set_up
+from where import DEVICE, backend_of, moved, set_up
 
 import tilewise
 
@@ -30,12 +30,12 @@ class Verdict:
     seconds: float = 0.0  # with compiling, in the first case of a specialisation
 
 
-def check(case: Case) -> None:
+def check(case: Case, backend: str) -> None:
     """AssertionError if a result is over its budget, and whatever a backend may raise."""
     inputs = moved(case.build())
     with tilewise.checked():
         with poisoned_memory():
-            got = case.run(BACKEND, inputs)
+            got = case.run(backend, inputs)
         assert_close(got, **inputs)
 
 
@@ -47,7 +47,7 @@ def verdicts(cases: Mapping[str, Case], twice: frozenset[str], processes: int, l
     """
     groups = defaultdict(list)
     for name, case in cases.items():
-        groups[tuple(specialisation(case).items())].append((name, case, name in twice))
+        groups[(backend_of(name), *specialisation(case).items())].append((name, case, name in twice))
     slow_first = sorted(groups.values(), key=lambda group: -max(case.dim + case.v_dim for _, case, _ in group))
     found: dict[str, Verdict] = {}
     with tempfile.TemporaryDirectory() as notes:
@@ -83,7 +83,11 @@ def _check_group(group: list[tuple[str, Case, bool]]) -> dict[str, Verdict]:
         start = time.perf_counter()
         if DEVICE == "cuda" and not _lost_to:
             torch.cuda.empty_cache()  # the others want some of it
-        fault = f"not run: {_lost_to!r} broke the device of its process" if _lost_to else _fault(case, twice)
+        fault = (
+            f"not run: {_lost_to!r} broke the device of its process"
+            if _lost_to
+            else _fault(case, twice, backend_of(name))
+        )
         found[name] = Verdict(fault, time.perf_counter() - start)
         if fault and not _lost_to and not _alive():
             _lost_to = name
@@ -91,11 +95,11 @@ def _check_group(group: list[tuple[str, Case, bool]]) -> dict[str, Verdict]:
     return found
 
 
-def _fault(case: Case, twice: bool) -> str:
+def _fault(case: Case, twice: bool, backend: str) -> str:
     try:
-        check(case)
+        check(case, backend)
         if twice:
-            case.run(BACKEND, moved(case.build()), deterministic=True)
+            case.run(backend, moved(case.build()), deterministic=True)
     except AssertionError as error:
         return f"{case}\n{error}"
     except Exception:  # what it raises is what is asked here

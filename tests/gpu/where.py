@@ -1,4 +1,5 @@
 """On what the tests of this folder run: a CUDA GPU and "triton"; to try the tests themselves, the CPU and "tiled".
+What is about "hopper" needs a Hopper GPU.
 
 python -m pytest tests/gpu                          on a machine with an NVIDIA GPU
 TILEWISE_REHEARSE=1 python -m pytest tests/gpu      anywhere: a few of the cases, on "tiled"
@@ -11,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from hopper_cases import PREFIX
 from torch import Tensor
 
 from tilewise import BlockMask, Masked
@@ -21,6 +23,14 @@ EVERY = 14 if REHEARSAL else 1  # of so many cases one is run
 WHY_NOT = (
     None if REHEARSAL or torch.cuda.is_available() else "needs a CUDA GPU; TILEWISE_REHEARSE=1 tries the tests without"
 )
+WHY_NOT_HOPPER = WHY_NOT or (
+    None if REHEARSAL or torch.cuda.get_device_capability() == (9, 0) else "needs a Hopper GPU, sm90"
+)
+
+
+def backend_of(case_name: str) -> str:
+    """Which backend a case is run on: its name says so."""
+    return "hopper" if case_name.startswith(PREFIX) and not REHEARSAL else BACKEND
 
 
 def moved(x: Any, device: str = DEVICE) -> Any:

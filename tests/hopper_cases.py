@@ -1,0 +1,88 @@
+"""Which cases the Hopper backend is tried on, on a GPU: Triton's that it takes, and a covering array of its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from cases import Case
+from covering import cover_product
+from triton_cases import on_gpu
+
+from tilewise import Band, Problem, causal
+from tilewise.kernels.hopper import backend, config
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+PREFIX = "hopper "  # of the names
+
+ARRAY: dict[str, tuple[Hashable, ...]] = {  # what its kernel is compiled for
+    "dtype": (F16, BF16), "d": config.WIDTHS, "d_v": (*config.WIDTHS, "d"),
+    "band": ("full", "causal", "ragged", "left", "window"), "softcap": (False, True), "sink": (None, F32),
+    "length": (1024, config.LONG),
+}  # fmt: skip
+VALUES = 3  # cases a row
+LAYOUTS = ("contiguous", "transposed", "gaps", "heads", "last", "offset")
+
+
+@cache
+def on_hopper() -> dict[str, Case]:
+    """Without gradients, which are Triton's."""
+    cases = {name: replace(case, grad=False) for name, case in on_gpu().items() if is_taken(case)}
+    cases |= {f"array {n}.{m}": array_case(row, m) for n, row in enumerate(cover_product(ARRAY)) for m in range(VALUES)}
+    return {PREFIX + name: case for name, case in cases.items()}
+
+
+def is_taken(case: Case) -> bool:
+    """Whether why_not says so of the case on a Hopper GPU."""
+    if (
+        case.mask
+        or case.cu_q
+        or case.q_lens
+        or case.k_lens
+        or case.bias_dims is not None
+        or case.slopes
+        or case.dropout_p
+    ):
+        return False  # what is left can be asked without the tensors' contents
+    if not case.q_len * case.k_len * case.batch * case.kv_heads:
+        return False
+    q, k, v, sink = (
+        torch.empty(shape, dtype=case.dtype, device="meta")
+        for shape in (
+            (case.batch, case.heads, case.q_len, case.dim), (case.batch, case.kv_heads, case.k_len, case.dim),
+            (case.batch, case.kv_heads, case.k_len, case.v_dim), (case.heads,),
+        )
+    )  # fmt: skip
+    options = {"sink": sink if case.sink else None, "scale": case.scale, "softcap": case.softcap}
+    return backend.why_not(replace(Problem.of(q, k, v, mask=case.band, **options)[0], device="sm90")) is None
+
+
+def array_case(row: dict[str, Any], n: int) -> Case:
+    """The n-th case of a row: what the row leaves open is drawn anew; only at n = 0 the heads fill their tiles."""
+    r = random.Random(f"{sorted(row.items(), key=repr)} {n}")
+
+    def size(wide: int) -> int:
+        return wide if n == 0 else r.randrange(wide // 2 + 8, wide + 8, 8)
+
+    top = row["length"]
+    k_len = r.choice((top, top + r.randint(1, 300))) if top == config.LONG else r.choice((1, 64, 129, 333, 700, top))
+    q_len = r.choice((k_len, k_len, r.randint(1, 800)))
+    bound = max(q_len, k_len) + 5
+    band = {
+        "full": Band(), "causal": causal,
+        "ragged": Band(None, r.randint(-70, bound), r.choice(("bottom_right", "top_left"))),
+        "left": Band(r.randint(-9, bound), None), "window": Band(r.randint(0, bound), r.randint(-5, 90)),
+    }[row["band"]]  # fmt: skip
+    if row["band"] == "causal":
+        q_len = k_len if k_len < 64 else k_len - 64 * r.randint(0, k_len // 64 - 1)
+    kv_heads, dim = r.choice((1, 2, 3)), size(row["d"])
+    return Case(
+        seed=n, dtype=row["dtype"], batch=r.choice((1, 2, 3)), heads=kv_heads * r.choice((1, 2, 4)), kv_heads=kv_heads,
+        q_len=q_len, k_len=k_len, dim=dim, v_dim=dim if row["d_v"] == "d" else size(row["d_v"]),
+        std=r.choice((0.3, 1.0, 2.0)), layout=r.choice(LAYOUTS), scale=r.choice((None, None, 0.1)), band=band,
+        softcap=r.choice((0.7, 5.0, 50.0)) if row["softcap"] else 0.0, sink=row["sink"], grad=False, lse_grad=False,
+    )  # fmt: skip

@@ -1,0 +1,96 @@
+"""Tiles of the Hopper forward: a table by head size and mask, and the evidence for each row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...problem import Problem
+
+PIECE = 64  # rows of a consumer warpgroup
+WIDTHS = (64, 128, 256)  # columns of a tile: heads of another size are filled up with zeros by TMA
+KINDS = ("full", "banded", "banded long")
+LONG = 2048  # keys from which a Band counts as long
+SHARED = 227 * 1024  # bytes that a block may take on sm90
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A tile of `rows` queries, 64 for each consumer, passed by blocks of `keys`, of which `stages` are in shared memory.
+
+    queries: how many tiles of Q are: 1, whose place O takes before the next one, or 2, and O has a place of its own.
+    half: a first block of which at most half is seen is taken as half a block.
+    """
+
+    rows: int
+    keys: int
+    stages: int
+    queries: int
+    half: bool = False
+
+    @property
+    def consumers(self) -> int:
+        return self.rows // PIECE
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a consumer's and the producer's thread: an SM has 65536, and a warpgroup takes a multiple of 8 a thread."""
+        return (240, 24) if self.consumers == 2 else (160, 24)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """By kind of mask."""
+
+    full: Config
+    banded: Config
+    evidence: str
+    long: Config | None = None  # instead of banded, from LONG keys on
+
+    def config(self, kind: str) -> Config:
+        """The Config of one of KINDS."""
+        if kind == "full":
+            return self.full
+        return self.banded if kind == "banded" or self.long is None else self.long
+
+
+# TFLOP/s on an H200, bf16, 16k tokens, by the study that these kernels come from; in brackets the best of FlashAttention-3, -4 and
+# cuDNN. Blocks of 64 keys with 128 columns reach 550. Without P V in flight during the softmax 619 of 672 are left.
+TABLE: dict[int, Row] = {
+    64: Row(
+        Config(192, 128, 2, 2), Config(128, 128, 2, 2, half=True),
+        "511 (475) full, 421 (400) causal at 2k; 544 (533) and 523 (513) at 16k; 128 rows lead with a Band to 1k: 350 (336)",
+        long=Config(192, 128, 2, 2, half=True),
+    ),
+    128: Row(
+        Config(128, 128, 2, 2), Config(128, 128, 2, 2, half=True),
+        "660 (625) full, 545 (554) causal at 2k; 681 (688) and 679 (668) at 16k",
+    ),
+    256: Row(
+        Config(128, 64, 2, 1), Config(128, 64, 2, 1),
+        "710 (676) full, 563 (584) causal at 2k; 755 (738) and 698 (702) at 16k, with a block for each tile",
+    ),
+}  # fmt: skip
+
+
+def width(size: int) -> int:
+    """The columns of a tile of heads of this size."""
+    return next(wide for wide in WIDTHS if size <= wide)
+
+
+def kind_of(problem: Problem) -> str:
+    """Which of KINDS serves the problem."""
+    if problem.band.is_full:
+        return "full"
+    return "banded long" if problem.k_len >= LONG else "banded"
+
+
+def choose(problem: Problem) -> Config:
+    """The configuration of the forward."""
+    return TABLE[width(max(problem.qk_dim, problem.v_dim))].config(kind_of(problem))
+
+
+def shared_bytes(config: Config, wide: int, v_wide: int) -> int:
+    """Bytes of shared memory that a block takes, without its barriers (less than 1 KiB)."""
+    q = config.rows * wide * config.queries
+    o = 0 if config.queries == 1 and wide == v_wide else config.rows * v_wide
+    return 2 * (q + o + config.stages * config.keys * (wide + v_wide))
