@@ -281,7 +281,7 @@ def test_the_setting_for_fp32_products_is_looked_at() -> None:
 
 @needs_triton
 def test_launches_are_kept_within_bounds() -> None:
-    assert len(kept()) == 3
+    assert len(kept()) == 2
     for each in kept():
         assert 0 < each.cache_parameters()["maxsize"] <= 1024
     before = [each.cache_info().misses for each in kept()]

@@ -12,9 +12,11 @@ import torch
 pytest.importorskip("triton")
 
 from tilewise import Problem, causal
+from tilewise.kernels import tensors
 from tilewise.kernels.launch import Box, recording
+from tilewise.kernels.tensors import FAR
 from tilewise.kernels.triton import config, host
-from tilewise.kernels.triton.options import BOX, FAR, POINTERS, RAGGED
+from tilewise.kernels.triton.options import BOX, POINTERS, RAGGED
 
 BF16 = torch.bfloat16
 
@@ -41,7 +43,7 @@ def dense(layout: str) -> torch.Tensor:
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "padded", "one"])
 def test_a_whole_descriptor_is_the_tensor_and_clips_at_its_rows(layout: str) -> None:
     x = dense(layout)
-    box = host.whole(x.shape, x.stride(), 64, 16)
+    box = tensors.whole(x.shape, x.stride(), 64, 16)
     assert box is not None
     assert box.block == (1, 1, 64, 16)
     at = positions(x)
@@ -53,16 +55,16 @@ def test_a_whole_descriptor_is_the_tensor_and_clips_at_its_rows(layout: str) -> 
 
 def test_there_is_no_descriptor_of_nothing_or_of_one_element_for_many() -> None:
     for x in (torch.empty(2, 0, 3, 16), torch.empty(2, 3, 0, 16), torch.empty(2, 1, 3, 16).expand(2, 4, 3, 16)):
-        assert host.whole(x.shape, x.stride(), 64, 16) is None
-        assert host.ragged(x.shape, x.stride(), 64, 16) is None
+        assert tensors.whole(x.shape, x.stride(), 64, 16) is None
+        assert tensors.ragged(x.shape, x.stride(), 64, 16) is None
 
 
 def test_sequences_that_do_not_lie_whole_rows_apart_have_no_ragged_descriptor() -> None:
     x = torch.empty(2, 5, 7, 24, dtype=BF16)[..., :16]
     apart = x.as_strided((2, 5, 7, 16), (x.stride(0) + 8, *x.stride()[1:]))
-    assert host.ragged(x.shape, x.stride(), 64, 16) is not None
-    assert host.ragged(apart.shape, apart.stride(), 64, 16) is None
-    assert host.ragged((2, 1, FAR, 16), (16 * FAR, 16, 16, 1), 64, 16) is None
+    assert tensors.ragged(x.shape, x.stride(), 64, 16) is not None
+    assert tensors.ragged(apart.shape, apart.stride(), 64, 16) is None
+    assert tensors.ragged((2, 1, FAR, 16), (16 * FAR, 16, 16, 1), 64, 16) is None
 
 
 @pytest.mark.parametrize("layout", ["packed", "packed, strided", "bhsd", "bshd"])
@@ -77,7 +79,7 @@ def test_a_ragged_descriptor_ends_with_the_sequence(layout: str, end: int) -> No
         x = dense(layout)
         s, start, apart, row = 2, 0, x.stride(0), x.stride(2)
         rows = positions(x)[s, 2]
-    box = host.ragged(x.shape, x.stride(), 64, 16)
+    box = tensors.ragged(x.shape, x.stride(), 64, 16)
     assert box is not None
     assert box.block == (1, 1, 1, 64, 16)
     for i in range(6):  # as steps.source and load_tile have it
@@ -98,7 +100,7 @@ def test_a_ragged_descriptor_ends_with_the_sequence(layout: str, end: int) -> No
     ],
 )  # fmt: skip
 def test_rows_are_copied_where_they_do_not_begin_at_multiples_of_8_elements(x: torch.Tensor, is_copied: bool) -> None:
-    ((rows,), (strides,)) = host.dense_rows(x)
+    ((rows,), (strides,)) = tensors.dense_rows(x)
     assert (rows is not x) == is_copied
     torch.testing.assert_close(rows, x, rtol=0, atol=0, equal_nan=True)
     assert strides[-1] == 1

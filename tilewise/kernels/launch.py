@@ -33,6 +33,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, MockTensor, create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -454,7 +455,8 @@ def compile_for(launch: Launch, target: GPUTarget) -> CompiledKernel:
         *args, **keywords
     )
     options, signature, constants, attributes = kernel._pack_args(backend, keywords, bound, specialization, options)
-    source = ASTSource(kernel, signature, constants, attributes)
+    source_of = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = source_of(kernel, signature, constants, attributes)
     return triton.compile(source, target=target, options=options.__dict__)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,11 +11,23 @@ from torch import Tensor
 
 from ...block_mask import BlockMask, TileLists
 from ...problem import NOTHING, Aux, Grads, Layout, Origin, Problem
-from ..launch import Box, Boxes, Ready
+from ..launch import Boxes, Ready
+from ..tensors import (
+    READY,
+    Memory,
+    Strides,
+    dense_rows,
+    empty_strided,
+    memory,
+    q_shape,
+    ragged,
+    v_shape,
+    whole,
+)  # fmt: skip
 from . import config
 from .backward import dbias_kernel, dkdv_kernel, dq_kernel, per_head_kernel
 from .forward import forward_kernel
-from .options import BOX, FAR, NO_PAIRS, PAD, POINTERS, RAGGED, Options, Pairs, widths
+from .options import BOX, NO_PAIRS, PAD, POINTERS, RAGGED, Options, Pairs, widths
 
 LOG2E = math.log2(math.e)
 TOGETHER_BYTES = 24 << 20  # of keys and values that heads walked side by side may take of the L2
@@ -24,11 +35,8 @@ TOGETHER_BYTES = 24 << 20  # of keys and values that heads walked side by side m
 
 # A launch's numbers, grid and compile-time options follow from the Problem and from strides. They are made once for
 # calls that repeat: made anew each time, they take 40 microseconds of a forward's 60 on the host.
-READY = 512
 NO_BOX = (POINTERS, POINTERS)
-Strides = tuple[int, ...]
 Apart = tuple[int, Pairs, Pairs, Strides]  # slopes, bias, boolean mask, a BlockMask's lists
-Memory = tuple[tuple[int, ...], Strides, torch.dtype]  # what torch.empty_strided is to make
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, Tensor]:
@@ -55,7 +63,7 @@ def _forward(
         (*_common(problem, origin, _together(problem)), *steps, *_numbers(apart)),
         {"O": Options.of(problem, cfg, tma, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages, boxes,
     )  # fmt: skip
-    return start, _memory(problem.o_shape, problem.dtype), _memory(problem.lse_shape, torch.float32)
+    return start, memory(problem.o_shape, problem.dtype), memory(problem.lse_shape, torch.float32)
 
 
 def backward(
@@ -121,9 +129,9 @@ def _backward(
     broadcast = None
     if dbias is not None and of_dbias is not None and not full:
         broadcast = _broadcast_dbias(problem, precision, origin, by_query, dbias, of_dbias[:4], *of_rows)
-    shapes = _q_shape(problem), problem.k_shape, _v_shape(problem)
+    shapes = q_shape(problem), problem.k_shape, v_shape(problem)
     return _Backward(
-        (*[_memory(shape, problem.dtype) for shape in shapes], _memory((_statistics(problem),), torch.float32)),
+        (*[memory(shape, problem.dtype) for shape in shapes], memory((_statistics(problem),), torch.float32)),
         _dq(problem, precision, origin, by_query, of_dbias if full else None, of_dlse, *of_rows),
         _dkdv(problem, precision, origin, by_key, *of_rows),
         broadcast,
@@ -217,49 +225,6 @@ def _zeros(problem: Problem, aux: Aux) -> list[Tensor | None]:
     return [None if x is None else torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in wanted]
 
 
-def dense_rows(*tensors: Tensor) -> tuple[list[Tensor], list[Strides]]:
-    """Each tensor, or a copy whose rows are contiguous and begin at multiples of 8 elements: what vector loads and
-    descriptors read; and the strides of each."""
-    rows, strides = [], []
-    for x in tensors:
-        stride = _strides_of_rows(x.shape, x.stride())
-        if stride is None or x.data_ptr() & 15:
-            x, stride = _copied(x)
-        rows.append(x)
-        strides.append(stride)
-    return rows, strides
-
-
-@lru_cache(maxsize=READY)
-def _strides_of_rows(shape: tuple[int, ...], stride: Strides) -> Strides | None:
-    """The strides, 8 where the size is 1, if the tensor's rows are contiguous and all lie a multiple of 8 elements apart."""
-    *apart, last = [n if size > 1 else 8 for n, size in zip(stride, shape, strict=True)]
-    if (last != 1 and shape[-1] > 1) or any(n % 8 for n in apart):
-        return None
-    return (*apart, 1)
-
-
-def _copied(x: Tensor) -> tuple[Tensor, Strides]:
-    width = -(-x.shape[-1] // 8) * 8
-    copy = x.new_empty((*x.shape[:-1], width))[..., : x.shape[-1]].copy_(x)
-    stride = _strides_of_rows(copy.shape, copy.stride())
-    assert stride is not None
-    return copy, stride
-
-
-def empty_strided(x: Tensor) -> Callable[[tuple[int, ...], Strides, torch.dtype], Tensor]:
-    """torch.empty_strided for x's device. On the current GPU the function that code from torch.compile calls: it goes straight
-    to the allocator, and takes half as long on the host as torch.empty_like or new_empty."""
-    if x.is_cuda and x.get_device() == torch._C._cuda_getDevice():
-        return torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
-    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=x.device)
-
-
-def _memory(shape: tuple[int, ...], dtype: torch.dtype) -> Memory:
-    """Contiguous."""
-    return shape, torch.empty(shape, device="meta").stride(), dtype
-
-
 def precision(problem: Problem) -> str:
     """Of fp32 products: true fp32, unless PyTorch's setting allows TF32.
 
@@ -318,7 +283,7 @@ def _loads(
         for name, place in places.items():
             queries = name in ("q", "do")
             lens, side = (problem.q_lens, cfg.rows) if queries else (problem.k_lens, cfg.keys)
-            shape = {"q": _q_shape(problem), "k": problem.k_shape, "v": _v_shape(problem), "do": problem.o_shape}[name]
+            shape = {"q": q_shape(problem), "k": problem.k_shape, "v": v_shape(problem), "do": problem.o_shape}[name]
             clipped = problem.q_layout is Layout.PACKED or lens
             box = (ragged if clipped else whole)(shape, of_rows[name], side, columns[name in ("v", "do")])
             if cfg.tma and box is not None:
@@ -329,42 +294,6 @@ def _loads(
             how.append(RAGGED if clipped else BOX)
             boxes |= found
     return how[0], how[1], boxes
-
-
-def whole(shape: Strides, strides: Strides, side: int, width: int) -> Box | None:
-    """A descriptor of a dense x (B, H, S, D). None: the hardware has none for no elements, or one element for many."""
-    if 0 in shape or min(strides) <= 0:
-        return None
-    return Box(shape, strides, (1, 1, side, width))
-
-
-def ragged(shape: Strides, strides: Strides, side: int, width: int) -> Box | None:
-    """A descriptor of x (T, H, D) or (B, H, S, D) that clips at an end which the kernel names, whatever lies behind it.
-
-    Row i of a sequence that has `end` rows from `start` on is at (FAR, start + end, head, FAR - end + i): from i = end on
-    it is past the fourth side, FAR, and the hardware gives zeros. Its address is right because the first side's stride,
-    2^34 elements less a row, takes back FAR rows, and FAR 2^34 elements are a multiple of 2^64 bytes. The trick is of
-    Triton's `tools.ragged_tma`. None: as `whole`, or sequences do not lie whole rows apart, or there are too many rows.
-    """
-    dense = len(shape) == 4
-    heads, d = (shape[1], shape[3]) if dense else shape[1:]
-    apart, of_head, row = strides[:3] if dense else (0, strides[1], strides[0])
-    apart = apart if shape[0] > 1 else 0
-    rows = shape[0] if not dense else shape[2] + (shape[0] - 1) * apart // max(row, 1)
-    if 0 in shape or min(of_head, row) <= 0 or apart % row or rows > FAR:
-        return None
-    return Box((_MOST, _MOST, heads, FAR, d), (2**34 - row, row, of_head, row, 1), (1, 1, 1, side, width))
-
-
-_MOST = 0x7FFF0000  # a side that nothing reaches
-
-
-def _q_shape(problem: Problem) -> tuple[int, ...]:
-    return (*problem.o_shape[:-1], problem.qk_dim)
-
-
-def _v_shape(problem: Problem) -> tuple[int, ...]:
-    return (*problem.k_shape[:-1], problem.v_dim)
 
 
 def _common(problem: Problem, origin: Origin, together: int) -> tuple[Any, ...]:

@@ -50,7 +50,6 @@ NO_PAIRS = Pairs(0, 0, 0, 0, 0, 0)
 # How tiles are loaded: by pointers, or by descriptors (`steps.source`).
 POINTERS, BOX, RAGGED = 0, 1, 2
 PAD = 128  # rows: of the statistics that a sequence has are a multiple; no tile has more
-FAR = 2**30  # the row that a RAGGED descriptor ends at
 
 
 @dataclass(frozen=True, slots=True)

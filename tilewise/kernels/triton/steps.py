@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from ... import mask as arithmetic
+from .. import tensors
 from . import options
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -33,7 +34,7 @@ LEAST = tl.constexpr(-3.4028234663852886e38)  # of fp32
 INF = tl.constexpr(float("inf"))
 TILE = tl.constexpr(128)  # a BlockMask's
 PAD = tl.constexpr(options.PAD)
-BOX, RAGGED, FAR = tl.constexpr(options.BOX), tl.constexpr(options.RAGGED), tl.constexpr(options.FAR)
+BOX, RAGGED, FAR = tl.constexpr(options.BOX), tl.constexpr(options.RAGGED), tl.constexpr(tensors.FAR)
 
 
 def _jit(function: Any) -> Any:
@@ -205,7 +206,7 @@ def source(x, s, head, start, x_b, x_h, x_r, end, TMA: tl.constexpr):
     """(what load_tile reads, from row to row): rows [0, end) of one sequence and head of x.
 
     TMA: 0, x is a pointer; BOX, a descriptor (sequences, heads, rows, columns), which clips at the tensor's rows; RAGGED,
-    one that clips at `end` (`host.ragged`).
+    one that clips at `end` (`tensors.ragged`).
     """
     if TMA == BOX:
         return (x, s, head), x_r
