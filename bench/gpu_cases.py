@@ -406,33 +406,29 @@ def bias_with_gradient(setting: Setting) -> Cell:
 def limits(setting: Setting) -> list[Cell]:
     """Host time, memory and the first call: what we may take, whatever others do."""
     host = [("no_grad forward", "<= 30"), ("forward with grad", "<= 45"), ("forward + backward", "<= 220")]
-    cells = [
-        Cell(Row("host time", name, "bf16", 64, "full", 128, FA2, "us"), kind="host", goal=goal) for name, goal in host
-    ]
+    first = [("forward", "<= 3"), ("forward + backward", "<= 8")]
+    cells = []
+    for whose in ("", "hopper "):
+        for name, goal in host:
+            row = Row(f"{whose}host time", name, "bf16", 64, "full", 128, FA2, "us")
+            cells.append(Cell(row, kind="host", goal=goal))
     memory = Row(
-        "memory",
-        "forward + backward",
-        "bf16",
-        128,
-        "full",
-        4 * setting.tokens,
-        unit="x",
+        "memory", "forward + backward", "bf16", 128, "full", 4 * setting.tokens, unit="x",
         note="of the bytes of q, k, v, o, dO, dQ, dK, dV",
-    )
+    )  # fmt: skip
     cells.append(Cell(memory, kind="memory", goal="<= 1.1"))
-    for direction, goal in (("forward", "<= 3"), ("forward + backward", "<= 8")):
-        first = Row(
-            "first call",
-            direction,
-            "bf16",
-            128,
-            "causal",
-            1024,
-            unit="s",
-            note="empty compile cache; Triton's import included",
-        )
-        cells.append(Cell(first, kind="first_call", goal=goal, compiled=False))
+    for whose in ("", "hopper "):
+        for name, goal in first:
+            row = Row(
+                f"{whose}first call", name, "bf16", 128, "causal", 1024, unit="s",
+                note="empty compile cache; Triton's import included",
+            )  # fmt: skip
+            cells.append(Cell(row, kind="first_call", goal=goal, compiled=False))
     return cells
+
+
+def backend_of(row: Row) -> str:
+    return "hopper" if row.subject.startswith("hopper") else "triton"
 
 
 def cells(setting: Setting | None = None, cudnn: bool = False) -> list[Cell]:
