@@ -1,8 +1,9 @@
-"""How the partitions of a Hopper kernel talk: rings of shared-memory buffers, turns, and a list of tiles to do.
+"""How the partitions of a Hopper kernel talk: rings of shared-memory buffers, tiles to claim, turns.
 
-    Ring            acquire, commit | wait, release     items 0, 1, 2, ... go round through STAGES buffers
-    take_turn, pass_turn                                ping-pong: one consumer's softmax under the others' matmuls
-    Claim           begin, end                          the next tile, from a counter that all programs share
+    Ring: acquire, commit | wait, release   items 0, 1, 2, ... go round through STAGES buffers
+    begin_claim, end_claim                  the next tile, from a counter that all programs share
+    put_tile | take_tile                    it goes to the consumers through a Ring, too
+    take_turn, pass_turn                    ping-pong: one consumer's softmax under the others' matmuls
 
 A Ring's item number says all: its buffer is number n % STAGES, and a buffer's barriers have completed n // STAGES times
 before item n. So no kernel keeps a phase.
