@@ -53,22 +53,19 @@ class Row:
         return self.banded if kind == "banded" or self.long is None else self.long
 
 
-# TFLOP/s on an H200, bf16, 16k tokens, by the study that these kernels come from; in brackets the best of FlashAttention-3, -4 and
-# cuDNN. Blocks of 64 keys with 128 columns reach 550. Without P V in flight during the softmax 619 of 672 are left.
+# TFLOP/s on an H200, bf16, 16k tokens, Triton 3.6, 2026-11-30 (python -m bench.gpu --only hopper). In a study that these
+# kernels come from blocks of 64 keys with 128 columns reached 550, and without P V in flight during the softmax 619 of
+# 672 were left; it chose the tiles.
 TABLE: dict[int, Row] = {
     64: Row(
         Config(192, 128, 2, 2), Config(128, 128, 2, 2, half=True),
-        "511 (475) full, 421 (400) causal at 2k; 544 (533) and 523 (513) at 16k; 128 rows lead with a Band to 1k: 350 (336)",
+        "full 526 at 2k, 571 at 16k; causal 429, 560. 128 rows at 2k: 465, 403; with a Band at 1k: 332, 192 rows 320",
         long=Config(192, 128, 2, 2, half=True),
     ),
     128: Row(
-        Config(128, 128, 2, 2), Config(128, 128, 2, 2, half=True),
-        "660 (625) full, 545 (554) causal at 2k; 681 (688) and 679 (668) at 16k",
+        Config(128, 128, 2, 2), Config(128, 128, 2, 2, half=True), "full 696 at 2k, 742 at 16k; causal 572, 701"
     ),
-    256: Row(
-        Config(128, 64, 2, 1), Config(128, 64, 2, 1),
-        "710 (676) full, 563 (584) causal at 2k; 755 (738) and 698 (702) at 16k, with a block for each tile",
-    ),
+    256: Row(Config(128, 64, 2, 1), Config(128, 64, 2, 1), "full 751 at 2k, 821 at 16k; causal 588, 805"),
 }  # fmt: skip
 
 
