@@ -121,7 +121,7 @@ def launch_of(problem: Problem, origin: Origin, at_once: int, *of_rows: Strides)
     shapes = problem.o_shape, of_q, problem.k_shape, (*problem.k_shape[:3], problem.v_dim)
     sides = (PIECE, options.V_WIDTH), (PIECE, options.WIDTH), (cfg.keys, options.WIDTH), (cfg.keys, options.V_WIDTH)
     boxes = tuple(
-        _box(shape, strides, side, problem.dtype)
+        box_of(shape, strides, side, problem.dtype)
         for shape, strides, side in zip(shapes, (o[1], *of_rows), sides, strict=True)
     )
     numbers = (
@@ -131,7 +131,7 @@ def launch_of(problem: Problem, origin: Origin, at_once: int, *of_rows: Strides)
     return Launch((min(total, at_once),), boxes, numbers, options, o, lse)
 
 
-def _box(shape: Sequence[int], strides: Sequence[int], side: tuple[int, int], dtype: torch.dtype) -> Box:
+def box_of(shape: Sequence[int], strides: Sequence[int], side: tuple[int, int], dtype: torch.dtype) -> Box:
     block = (1, 1, *side)
     layout = gl.NVMMASharedLayout.get_default_for(
         list(block), {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
