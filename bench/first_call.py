@@ -1,4 +1,4 @@
-"""Seconds of the first call with an empty compile cache: `python -m bench.first_call CACHE_FOLDER DIRECTION`.
+"""Seconds of the first call with an empty compile cache: `python -m bench.first_call CACHE_FOLDER DIRECTION BACKEND`.
 
 DIRECTION: "forward" or "forward + backward". torch is imported and the GPU in use when the clock starts.
 """
@@ -10,7 +10,7 @@ import sys
 import time
 
 
-def main(cache: str, direction: str) -> None:
+def main(cache: str, direction: str, backend: str) -> None:
     os.environ["TRITON_CACHE_DIR"] = cache  # before anything imports Triton
 
     import torch
@@ -21,7 +21,7 @@ def main(cache: str, direction: str) -> None:
     inputs = [t.requires_grad_("backward" in direction) for t in (q, k, v)]
     torch.cuda.synchronize()
     start = time.perf_counter()
-    o = tilewise.attention(*inputs, mask=tilewise.causal, backend="triton")
+    o = tilewise.attention(*inputs, mask=tilewise.causal, backend=backend)
     if "backward" in direction:
         torch.autograd.grad(o, inputs, do)
     torch.cuda.synchronize()
@@ -29,4 +29,4 @@ def main(cache: str, direction: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

@@ -17,12 +17,12 @@ from typing import Any
 
 from . import timing
 from .gpu_cases import FA2, FLEX, Cell, cells
-from .rows import Row, geometric_mean, merge, read, write
+from .rows import BEST, Row, geometric_mean, merge, read, write
 from .worker import Failed, Worker, parallel
 
 RESULTS = Path(__file__).parent / "results"
 CELL_SECONDS = 100.0  # then a cell counts as hung
-MEANS = [("forward", FLEX, ">= 1.18"), ("forward", FA2, ">= 1.5")]
+MEANS = [("forward", FLEX, ">= 1.18"), ("forward", FA2, ">= 1.5"), ("hopper forward", BEST, ">= 1.03")]
 
 
 def slug(device: str) -> str:

@@ -7,10 +7,11 @@ counted as 4 d a visible pair and head forward and 2.5 times that backward; a ca
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from tilewise import Band, BlockMask, causal
 from .rows import Row
 
 FLEX, FA2, CUDNN, EFFICIENT = "FlexAttention", "FlashAttention-2", "cuDNN", "memory-efficient"
+FA3 = "FlashAttention-3"  # the wheel fa3-fwd, where it is installed
 OPERATIONS = {"forward": 4.0, "backward": 10.0, "forward + backward": 14.0}  # a pair, head and element of d
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -110,6 +112,13 @@ SDPA = {
 }
 
 
+def fa3(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    from fa3_fwd_interface import flash_attn_func
+
+    o = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=is_causal)
+    return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)
+
+
 def flex(device: str, seq: int, visible: Callable[..., Tensor] | None) -> Attend:
     """FlexAttention, compiled for this one shape, with the block mask of `visible` (b, h, i, j) or none.
 
@@ -191,6 +200,8 @@ def dense(
         def attend(peer: Peer) -> Callable[[], Attend]:
             if peer.name == FLEX:
                 return lambda: flex(setting.device, seq, see_causal if is_causal else None)
+            if peer.name == FA3:
+                return lambda: functools.partial(fa3, is_causal=is_causal)
             return lambda: sdpa(SDPA[peer.name], is_causal)
 
         return Built(
@@ -219,6 +230,19 @@ def grid(setting: Setting, cudnn: bool) -> list[Cell]:
                         dense(setting, subject, direction, "bf16", d, mask, seq, *(peers if d < 256 else large))
                     )
     return cells
+
+
+def hopper(setting: Setting) -> list[Cell]:
+    """The same grid on the backend for Hopper, beside the fastest of others there."""
+    setting = replace(setting, backend="hopper") if setting.backend == "triton" else setting
+    there = importlib.util.find_spec("fa3_fwd_interface") is not None
+    peers = (*((Peer(FA3, ">= 0.96"),) if there else ()), Peer(CUDNN, ">= 0.96"))
+    return [
+        dense(setting, "hopper forward", "forward", "bf16", d, mask, seq, *peers)
+        for d in (64, 128, 256)
+        for mask in ("full", "causal")
+        for seq in setting.lengths
+    ]
 
 
 def fp32(setting: Setting) -> list[Cell]:
@@ -382,39 +406,35 @@ def bias_with_gradient(setting: Setting) -> Cell:
 def limits(setting: Setting) -> list[Cell]:
     """Host time, memory and the first call: what we may take, whatever others do."""
     host = [("no_grad forward", "<= 30"), ("forward with grad", "<= 45"), ("forward + backward", "<= 220")]
-    cells = [
-        Cell(Row("host time", name, "bf16", 64, "full", 128, FA2, "us"), kind="host", goal=goal) for name, goal in host
-    ]
+    first = [("forward", "<= 3"), ("forward + backward", "<= 8")]
+    cells = []
+    for whose in ("", "hopper "):
+        for name, goal in host:
+            row = Row(f"{whose}host time", name, "bf16", 64, "full", 128, FA2, "us")
+            cells.append(Cell(row, kind="host", goal=goal))
     memory = Row(
-        "memory",
-        "forward + backward",
-        "bf16",
-        128,
-        "full",
-        4 * setting.tokens,
-        unit="x",
+        "memory", "forward + backward", "bf16", 128, "full", 4 * setting.tokens, unit="x",
         note="of the bytes of q, k, v, o, dO, dQ, dK, dV",
-    )
+    )  # fmt: skip
     cells.append(Cell(memory, kind="memory", goal="<= 1.1"))
-    for direction, goal in (("forward", "<= 3"), ("forward + backward", "<= 8")):
-        first = Row(
-            "first call",
-            direction,
-            "bf16",
-            128,
-            "causal",
-            1024,
-            unit="s",
-            note="empty compile cache; Triton's import included",
-        )
-        cells.append(Cell(first, kind="first_call", goal=goal, compiled=False))
+    for whose in ("", "hopper "):
+        for name, goal in first:
+            row = Row(
+                f"{whose}first call", name, "bf16", 128, "causal", 1024, unit="s",
+                note="empty compile cache; Triton's import included",
+            )  # fmt: skip
+            cells.append(Cell(row, kind="first_call", goal=goal, compiled=False))
     return cells
+
+
+def backend_of(row: Row) -> str:
+    return "hopper" if row.subject.startswith("hopper") else "triton"
 
 
 def cells(setting: Setting | None = None, cudnn: bool = False) -> list[Cell]:
     """All of them, in the order of measuring: the host's first, while the process has done nothing else."""
     setting = setting or Setting()
-    found = [*limits(setting), *grid(setting, cudnn), *fp32(setting), *savings(setting)]
+    found = [*limits(setting), *grid(setting, cudnn), *hopper(setting), *fp32(setting), *savings(setting)]
     found += [
         documents(setting, direction, d, form)
         for direction in ("forward", "backward")

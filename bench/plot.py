@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from .rows import Row, read
-from .tables import GRID, length
+from .tables import IN_A_GRID, length
 
-COLOURS = {"ours": "#c0392b", "FlexAttention": "#2471a3", "FlashAttention-2": "#7d8a8c", "cuDNN": "#27ae60"}
+COLOURS = {
+    "ours, hopper": "#c0392b", "ours, triton": "#e67e22", "FlexAttention": "#2471a3", "FlashAttention-2": "#7d8a8c",
+    "FlashAttention-3": "#8e44ad", "cuDNN": "#27ae60",
+}  # fmt: skip
 Lines = dict[str, dict[int, float]]  # name: length: TFLOP/s
 
 
@@ -18,10 +21,11 @@ def panels(rows: Iterable[Row]) -> dict[tuple[str, int, str], Lines]:
     """(direction, d, mask) -> the lines of that picture. Cells without a figure are left out."""
     found: dict[tuple[str, int, str], Lines] = {}
     for row in rows:
-        if row.subject not in GRID or row.d is None or row.seq is None:
+        if row.subject not in IN_A_GRID or row.d is None or row.seq is None:
             continue
+        ours = "ours, hopper" if row.subject.startswith("hopper") else "ours, triton"
         lines = found.setdefault((row.direction, row.d, row.mask), {})
-        for name, rate in (("ours", row.ours_tflops), (row.peer, row.their_tflops)):
+        for name, rate in ((ours, row.ours_tflops), (row.peer, row.their_tflops)):
             if rate is not None:
                 lines.setdefault(name, {})[row.seq] = rate
     return found
@@ -59,7 +63,7 @@ def panel(axis: Any, lines: Lines, title: str) -> None:
         seqs = sorted(points)
         axis.plot(
             seqs, [points[seq] for seq in seqs], marker="o", markersize=3, label=name, color=COLOURS.get(name),
-            linewidth=2 if name == "ours" else 1,
+            linewidth=2 if name.startswith("ours") else 1,
         )  # fmt: skip
     ticks = sorted({seq for points in lines.values() for seq in points})
     axis.set_xscale("log", base=2)

@@ -104,11 +104,21 @@ def merge(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
     return list(rows.values())
 
 
+BEST = "best peer"
+
+
 def geometric_mean(rows: Iterable[Row], subject: str, peer: str, goal: str) -> Row | None:
-    """A row for the mean of the ratios of a subject's cells beside one peer; it fails if a cell did. None: no cells."""
-    cells = [row for row in rows if row.subject == subject and row.peer == peer and row.mask != "all cells"]
+    """A row for the mean of the ratios of a subject's cells beside one peer, or beside the BEST of each; it fails if a
+    cell did. None: no cells."""
+    cells = [row for row in rows if row.subject == subject and row.peer in (peer, peer == BEST and row.peer)]
+    cells = [row for row in cells if row.mask != "all cells"]
     if not cells:
         return None
+    if peer == BEST:
+        by_name: dict[str, list[Row]] = {}
+        for row in cells:
+            by_name.setdefault(row.name, []).append(row)
+        cells = [min(beside, key=lambda row: (not row.error, row.ratio or 0.0)) for beside in by_name.values()]
     ratios = [row.ratio for row in cells if row.ratio and not row.error]
     failed = len(cells) - len(ratios)
     first = cells[0]

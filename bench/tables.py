@@ -1,6 +1,7 @@
 """Markdown tables from the rows: `python -m bench.tables` prints them, `--into PAGE` fills them in.
 
-A page holds a table between `<!-- table: NAME -->` and `<!-- /table -->`; NAMEs: forward, backward, speeds, limits.
+A page holds a table between `<!-- table: NAME -->` and `<!-- /table -->`; NAMEs: forward, backward,
+hopper forward, speeds, limits.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from pathlib import Path
 
 from .rows import Row, read
 
-GRID = ("forward", "backward", "forward d256", "backward d256")
+GRIDS = {
+    "forward": ("forward", "forward d256"), "backward": ("backward", "backward d256"),
+    "hopper forward": ("hopper forward",),
+}  # fmt: skip
+IN_A_GRID = tuple(subject for subjects in GRIDS.values() for subject in subjects)
 BLOCK = re.compile(r"(<!-- table: ([a-z ]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
-def grid(rows: Iterable[Row], direction: str) -> str:
+def grid(rows: Iterable[Row], name: str) -> str:
     """A line a cell of the grid: TFLOP/s of ours and of each peer, and how many times the peer's speed ours is."""
     cells: dict[tuple[object, ...], dict[str, Row]] = {}
     for row in rows:
-        if row.subject in GRID and row.direction == direction and row.seq:
+        if row.subject in GRIDS[name] and row.seq:
             cells.setdefault((row.d, row.mask, row.seq), {})[row.peer] = row
     peers = list(dict.fromkeys(peer for cell in cells.values() for peer in cell))
     head = ["d, mask, S", "ours", *(f"{peer} (ratio; goal)" for peer in peers)]
@@ -45,7 +50,7 @@ def speeds(rows: Iterable[Row]) -> str:
             verdict(row),
         ]
         for row in rows
-        if row.unit in ("ms", "") and (row.subject not in GRID or not row.seq)
+        if row.unit in ("ms", "") and (row.subject not in IN_A_GRID or not row.seq)
     ]
     return markdown(head, body)
 
@@ -67,6 +72,7 @@ def limits(rows: Iterable[Row]) -> str:
 TABLES: dict[str, Callable[[list[Row]], str]] = {
     "forward": lambda rows: grid(rows, "forward"),
     "backward": lambda rows: grid(rows, "backward"),
+    "hopper forward": lambda rows: grid(rows, "hopper forward"),
     "speeds": speeds,
     "limits": limits,
 }

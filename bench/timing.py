@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import tilewise
 
 from . import gpu_cases
-from .gpu_cases import DTYPES, Built, Call, Cell, Peer
+from .gpu_cases import DTYPES, Built, Call, Cell, Peer, backend_of
 from .rows import Row
 from .worker import reason
 
@@ -192,7 +192,7 @@ def host(cell: Cell, rehearsal: bool) -> Row:
 
     calls = {
         "theirs": of(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v)),
-        "ours": of(lambda: tilewise.attention(q, k, v, backend="triton")),
+        "ours": of(lambda: tilewise.attention(q, k, v, backend=backend_of(cell.row))),
     }
     rounds = []
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.set_grad_enabled(direction != "no_grad forward"):
@@ -250,7 +250,7 @@ def first_call(cell: Cell, rehearsal: bool) -> Row:
     del rehearsal
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
-            [sys.executable, "-m", "bench.first_call", cache, cell.row.direction],
+            [sys.executable, "-m", "bench.first_call", cache, cell.row.direction, backend_of(cell.row)],
             capture_output=True, text=True, timeout=100, check=False,
         )  # fmt: skip
     if done.returncode:

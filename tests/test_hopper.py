@@ -157,35 +157,26 @@ EVERY += [(d, v_dim, BF16, kind) for d, v_dim in UNLIKE for kind in ("full", "lo
 
 def compiled(problem: Problem) -> tuple[Any, str]:
     """The forward's kernel for sm90, and what ptxas said."""
-    triton = pytest.importorskip("triton")
+    pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("in Triton's interpreter there are no binaries")
     from triton import knobs
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import make_backend
-    from triton.experimental.gluon._runtime import GluonASTSource
-    from triton.runtime.jit import create_function_from_signature
 
     from tilewise.kernels.hopper import host
+    from tilewise.kernels.launch import compile_for, recording
+    from tilewise.kernels.tensors import q_shape, v_shape
 
-    q_shape, k_shape = (*problem.o_shape[:3], problem.qk_dim), problem.k_shape
-    shapes = problem.o_shape, q_shape, k_shape, (*k_shape[:3], problem.v_dim)
-    tensors = [torch.empty(shape, dtype=problem.dtype) for shape in shapes]
-    start = host.launch_of(problem, (0, 0, 0, 0), 132, *(x.stride() for x in tensors[1:]))
+    shapes = q_shape(problem), problem.k_shape, v_shape(problem)
+    o, q, k, v = (torch.empty(shape, dtype=problem.dtype) for shape in (problem.o_shape, *shapes))
     sink = torch.empty(problem.heads) if problem.sink else None
-    args = start.arguments(*tensors, torch.empty(problem.lse_shape), sink, torch.zeros(1, dtype=torch.int32))
-    kernel, keywords = host.forward_kernel, {"O": start.options, "num_warps": 4, "enable_fp_fusion": True}
-    target = GPUTarget("cuda", 90, 32)
-    gluon = make_backend(target)
-    bound, specialization, options = create_function_from_signature(kernel.signature, kernel.params, gluon)(
-        *args, **keywords
-    )
-    options, signature, constants, attributes = kernel._pack_args(gluon, keywords, bound, specialization, options)
-    source = GluonASTSource(kernel, signature, constants, attributes)
+    start = host.launch_of(problem, (0, 0, 0, 0), 132, *(x.stride() for x in (q, k, v))).start
+    with recording() as launches:
+        start(o, q, k, v, torch.empty(problem.lse_shape), sink, torch.zeros(1, dtype=torch.int32))
     said = io.StringIO()
     with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(said):
         knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
-        binary = triton.compile(source, target=target, options=options.__dict__)
+        binary = compile_for(launches[0], GPUTarget("cuda", 90, 32))
     return binary, said.getvalue()
 
 
@@ -206,7 +197,7 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
     problem = problem_of(d, v_dim, dtype=dtype, **KINDS[kind])
     cfg = config.choose(problem)
     binary, said = compiled(problem)
-    from tilewise.kernels.triton.launch import resources
+    from tilewise.kernels.launch import resources
 
     taken = resources(binary)
     assert taken.spilled <= SPILLS.get(triton.__version__[:3], 0)

@@ -80,19 +80,25 @@ class Call:
         self.total = total
 
     @gluon.jit
-    def blocks(self, first, ROWS: gl.constexpr, KEYS: gl.constexpr):
-        """Blocks [lo, hi) of KEYS keys that some of the rows [first, first + ROWS) see; where there is none, one all the same."""
-        last = gl.minimum(first + ROWS, self.q_len)
-        # `uniform`: else the compiler computes what follows from the bounds alone once, and spills it (d 256, 40 bytes).
-        lo, hi = key_range(first, last, uniform(self.left), uniform(self.right), self.diagonal, self.k_len)
-        return lo // KEYS, gl.maximum((hi + KEYS - 1) // KEYS, lo // KEYS + 1)
+    def blocks(self, first, ROWS: gl.constexpr, O: gl.constexpr):
+        """Blocks [lo, hi) that some of the rows [first, first + ROWS) see; where there is none, one all the same."""
+        lo = 0
+        hi = self.k_len
+        if O.BANDED:
+            last = gl.minimum(first + ROWS, self.q_len)
+            # `uniform`: else the compiler computes what follows from the bounds alone once, and spills it (d 256, 40 bytes).
+            lo, hi = key_range(first, last, uniform(self.left), uniform(self.right), self.diagonal, self.k_len)
+        return lo // O.KEYS, gl.maximum((hi + O.KEYS - 1) // O.KEYS, lo // O.KEYS + 1)
 
     @gluon.jit
-    def free_blocks(self, first, KEYS: gl.constexpr):
+    def free_blocks(self, first, O: gl.constexpr):
         """Blocks [lo, hi) that each of a piece's rows sees all of."""
-        last = gl.minimum(first + PIECE, self.q_len)
-        lo, hi = mask_free_range(first, last, self.left, self.right, self.diagonal, self.k_len)
-        return (lo + KEYS - 1) // KEYS, hi // KEYS
+        lo = 0
+        hi = self.k_len
+        if O.BANDED:
+            last = gl.minimum(first + PIECE, self.q_len)
+            lo, hi = mask_free_range(first, last, self.left, self.right, self.diagonal, self.k_len)
+        return (lo + O.KEYS - 1) // O.KEYS, hi // O.KEYS
 
 
 @aggregate
@@ -135,7 +141,7 @@ def producer(q_desc, k_desc, v_desc, counter, rings, call, O: gl.constexpr):
         kv = h // call.group
         for c in gl.static_range(CONSUMERS):
             rings.q.load(t * CONSUMERS + c, q_desc, [b, h, row * O.ROWS + PIECE * c, 0])
-        lo, hi = call.blocks(row * O.ROWS, O.ROWS, O.KEYS)
+        lo, hi = call.blocks(row * O.ROWS, O.ROWS, O)
         claim = tile
         for j in range(hi - lo):
             block = hi - 1 - j
@@ -364,11 +370,11 @@ def consumer(o_desc, o_buffers, lse, sink, rings, call, C: gl.constexpr, O: gl.c
     row, bh = take_tile(rings.tiles, 0)
     while row >= 0:
         first = row * O.ROWS + PIECE * C
-        tile_lo, tile_hi = call.blocks(row * O.ROWS, O.ROWS, O.KEYS)
-        lo, hi = call.blocks(first, PIECE, O.KEYS)
+        tile_lo, tile_hi = call.blocks(row * O.ROWS, O.ROWS, O)
+        lo, hi = call.blocks(first, PIECE, O)
         lo = gl.minimum(gl.maximum(lo, tile_lo), tile_hi - 1)
         hi = gl.minimum(gl.maximum(hi, lo + 1), tile_hi)
-        free_lo, free_hi = call.free_blocks(first, O.KEYS)
+        free_lo, free_hi = call.free_blocks(first, O)
 
         above = tile_hi - hi
         for j in range(above):

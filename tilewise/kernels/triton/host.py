@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,23 +11,32 @@ from torch import Tensor
 
 from ...block_mask import BlockMask, TileLists
 from ...problem import NOTHING, Aux, Grads, Layout, Origin, Problem
+from ..launch import Boxes, Ready
+from ..tensors import (
+    READY,
+    Memory,
+    Strides,
+    dense_rows,
+    empty_strided,
+    memory,
+    q_shape,
+    ragged,
+    v_shape,
+    whole,
+)  # fmt: skip
 from . import config
 from .backward import dbias_kernel, dkdv_kernel, dq_kernel, per_head_kernel
 from .forward import forward_kernel
-from .launch import Ready
-from .options import NO_PAIRS, Options, Pairs
+from .options import BOX, NO_PAIRS, PAD, POINTERS, RAGGED, Options, Pairs, widths
 
 LOG2E = math.log2(math.e)
-LONGEST_TILE = 1024  # rows: per_head_kernel's
 TOGETHER_BYTES = 24 << 20  # of keys and values that heads walked side by side may take of the L2
 
 
 # A launch's numbers, grid and compile-time options follow from the Problem and from strides. They are made once for
 # calls that repeat: made anew each time, they take 40 microseconds of a forward's 60 on the host.
-READY = 512
-Strides = tuple[int, ...]
+NO_BOX = (POINTERS, POINTERS)
 Apart = tuple[int, Pairs, Pairs, Strides]  # slopes, bias, boolean mask, a BlockMask's lists
-Memory = tuple[tuple[int, ...], Strides, torch.dtype]  # what torch.empty_strided is to make
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, Tensor]:
@@ -47,13 +55,15 @@ def _forward(
 ) -> tuple[Ready, Memory, Memory]:
     """The launch, o and lse."""
     cfg = config.choose(problem, "forward")
-    is_aligned, steps = strides(*of_rows)
+    steps = strides(*of_rows)
+    named = dict(zip(("q", "k", "v"), of_rows, strict=True))
+    *tma, boxes = _loads(problem, cfg, precision, {"k": 4, "v": 5}, {"q": 3}, named)
     start = Ready(
         forward_kernel, (_tiles(problem, problem.q_len, cfg.rows) * problem.heads,),
         (*_common(problem, origin, _together(problem)), *steps, *_numbers(apart)),
-        {"O": Options.of(problem, cfg, is_aligned, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages,
+        {"O": Options.of(problem, cfg, tma, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages, boxes,
     )  # fmt: skip
-    return start, _memory(problem.o_shape, problem.dtype), _memory(problem.lse_shape, torch.float32)
+    return start, memory(problem.o_shape, problem.dtype), memory(problem.lse_shape, torch.float32)
 
 
 def backward(
@@ -119,9 +129,9 @@ def _backward(
     broadcast = None
     if dbias is not None and of_dbias is not None and not full:
         broadcast = _broadcast_dbias(problem, precision, origin, by_query, dbias, of_dbias[:4], *of_rows)
-    shapes = (*problem.o_shape[:-1], problem.qk_dim), problem.k_shape, (*problem.k_shape[:-1], problem.v_dim)
+    shapes = q_shape(problem), problem.k_shape, v_shape(problem)
     return _Backward(
-        (*[_memory(shape, problem.dtype) for shape in shapes], _memory((_statistics(problem),), torch.float32)),
+        (*[memory(shape, problem.dtype) for shape in shapes], memory((_statistics(problem),), torch.float32)),
         _dq(problem, precision, origin, by_query, of_dbias if full else None, of_dlse, *of_rows),
         _dkdv(problem, precision, origin, by_key, *of_rows),
         broadcast,
@@ -131,12 +141,14 @@ def _backward(
 
 def _dkdv(problem: Problem, precision: str, origin: Origin, apart: Apart, *of_rows: Strides) -> Ready:
     cfg = config.choose(problem, "dkdv")
-    is_aligned, steps = strides(*of_rows)
+    steps = strides(*of_rows)
     together = max(1, _together(problem) // problem.group)
+    named = dict(zip(("do", "q", "k", "v"), of_rows, strict=True))
+    *tma, boxes = _loads(problem, cfg, precision, {"do": 3, "q": 4}, {"k": 5, "v": 6}, named)
     return Ready(
         dkdv_kernel, (_tiles(problem, problem.k_len, cfg.keys) * problem.kv_heads,),
         (*_common(problem, origin, together), *steps, *_numbers(apart)),
-        {"O": Options.of(problem, cfg, is_aligned, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages,
+        {"O": Options.of(problem, cfg, tma, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages, boxes,
     )  # fmt: skip
 
 
@@ -145,14 +157,17 @@ def _dq(
     *of_rows: Strides,
 ) -> Ready:  # fmt: skip
     cfg = config.choose(problem, "dq")
-    is_aligned, steps = strides(*of_rows)
+    steps = strides(*of_rows)
+    named = dict(zip(("do", "q", "k", "v"), of_rows, strict=True))
+    *tma, boxes = _loads(problem, cfg, precision, {"k": 9, "v": 10}, {"do": 7, "q": 8}, named)
     along = (0,) * 3 if of_dlse is None else (*(0,) * (3 - len(of_dlse)), *of_dlse)
     return Ready(
         dq_kernel, (_tiles(problem, problem.q_len, cfg.rows) * problem.heads,),
         (
             *_common(problem, origin, _together(problem)), *steps, *_numbers(apart), *(dbias or NO_PAIRS).numbers[:4], *along,
         ),
-        {"O": Options.of(problem, cfg, is_aligned, origin, precision, *apart[1:3], dbias)}, cfg.warps, cfg.stages,
+        {"O": Options.of(problem, cfg, tma, origin, precision, *apart[1:3], dbias)}, cfg.warps, cfg.stages,
+        boxes,
     )  # fmt: skip
 
 
@@ -161,12 +176,12 @@ def _broadcast_dbias(
     *of_rows: Strides,
 ) -> Ready:  # fmt: skip
     cfg = config.choose(problem, "dbias")
-    is_aligned, steps = strides(*of_rows)
+    steps = strides(*of_rows)
     b, h, rows, keys = shape
     return Ready(
         dbias_kernel, (b * h * -(-rows // cfg.rows) * -(-keys // cfg.keys),),
         (*_common(problem, origin, 1), *steps, *_numbers(apart), *of_dbias),
-        {"O": Options.of(problem, cfg, is_aligned, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages,
+        {"O": Options.of(problem, cfg, NO_BOX, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages,
     )  # fmt: skip
 
 
@@ -174,17 +189,17 @@ def _per_head(problem: Problem, precision: str) -> Ready:
     cfg = config.choose(problem, "dq")
     return Ready(
         per_head_kernel, (problem.batch * problem.heads,), (problem.batch, problem.heads, problem.q_len),
-        {"O": Options.of(problem, cfg, False, (0, 0, 0, 0), precision)}, 4, 1,
+        {"O": Options.of(problem, cfg, NO_BOX, NOTHING.origin, precision)}, 4, 1,
     )  # fmt: skip
 
 
 def _statistics(problem: Problem) -> int:
-    """Numbers in the backward's statistics (`steps.statistics_of`), and as many more as a tile of rows may reach past."""
+    """Numbers in the backward's statistics (`steps.statistics_of`)."""
     if problem.q_layout is Layout.PACKED:
-        rows = (problem.q_len // 16 + problem.batch + 1) * 16 * problem.heads
+        rows = (problem.q_len // PAD + problem.batch + 1) * PAD * problem.heads
     else:
-        rows = -(-problem.q_len // 16) * 16 * problem.batch * problem.heads
-    return 2 * rows + LONGEST_TILE
+        rows = -(-problem.q_len // PAD) * PAD * problem.batch * problem.heads
+    return 2 * rows
 
 
 def _is_full(problem: Problem, bias: Strides) -> bool:
@@ -208,33 +223,6 @@ def _zeros(problem: Problem, aux: Aux) -> list[Tensor | None]:
     """Gradients of bias, slopes and sink where there is no pair."""
     wanted = (aux.bias if problem.bias is not None and problem.bias.grad else None, aux.slopes, aux.sink)
     return [None if x is None else torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in wanted]
-
-
-def dense_rows(*tensors: Tensor) -> tuple[list[Tensor], list[Strides]]:
-    """Each tensor, or a copy whose rows are contiguous and begin at 16 bytes: what a vector load or a descriptor can
-    read; and the strides of each."""
-    rows, strides = [], []
-    for x in tensors:
-        stride = x.stride()
-        if stride[-1] != 1 or x.data_ptr() & 15:
-            x = x.clone(memory_format=torch.contiguous_format)
-            stride = x.stride()
-        rows.append(x)
-        strides.append(stride)
-    return rows, strides
-
-
-def empty_strided(x: Tensor) -> Callable[[tuple[int, ...], Strides, torch.dtype], Tensor]:
-    """torch.empty_strided for x's device. On the current GPU the function that code from torch.compile calls: it goes straight
-    to the allocator, and takes half as long on the host as torch.empty_like or new_empty."""
-    if x.is_cuda and x.get_device() == torch._C._cuda_getDevice():
-        return torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
-    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=x.device)
-
-
-def _memory(shape: tuple[int, ...], dtype: torch.dtype) -> Memory:
-    """Contiguous."""
-    return shape, torch.empty(shape, device="meta").stride(), dtype
 
 
 def precision(problem: Problem) -> str:
@@ -270,15 +258,42 @@ def pointers(q: Tensor, k: Tensor, v: Tensor, aux: Aux, by_query: bool) -> tuple
 _NO_LISTS = (None,) * 6
 
 
-def strides(*of_tensors: Strides) -> tuple[bool, Strides]:
-    """Whether all rows begin at multiples of 8 elements, and (from sequence to sequence, head to head, row to row) of
-    each tensor: packed ones lie in one sequence. In elements, or in units of 8 where all are multiples of it.
-    """
+def strides(*of_tensors: Strides) -> Strides:
+    """(From sequence to sequence, head to head, row to row) of each tensor, in units of 8 elements: packed ones lie in one
+    sequence."""
     out: list[int] = []
     for stride in of_tensors:
         out += stride[:3] if len(stride) == 4 else (0, stride[1], stride[0])
-    is_aligned = not any(n % 8 for n in out)
-    return is_aligned, tuple([n // 8 for n in out]) if is_aligned else tuple(out)
+    return tuple([n // 8 for n in out])
+
+
+def _loads(
+    problem: Problem, cfg: config.Config, precision: str, pass_by: dict[str, int],
+    stay: dict[str, int], of_rows: dict[str, Strides],
+) -> tuple[int, int, Boxes]:  # fmt: skip
+    """How a kernel loads the tiles that pass by and those that stay (`Options.PASS`, `STAY`), and the descriptors.
+
+    pass_by, stay: the places of q, k, v, do among the kernel's arguments.
+    """
+    how: list[int] = []
+    boxes: Boxes = {}
+    columns = widths(problem, cfg, precision)
+    for places in (pass_by, stay):
+        found = {}
+        for name, place in places.items():
+            queries = name in ("q", "do")
+            lens, side = (problem.q_lens, cfg.rows) if queries else (problem.k_lens, cfg.keys)
+            shape = {"q": q_shape(problem), "k": problem.k_shape, "v": v_shape(problem), "do": problem.o_shape}[name]
+            clipped = problem.q_layout is Layout.PACKED or lens
+            box = (ragged if clipped else whole)(shape, of_rows[name], side, columns[name in ("v", "do")])
+            if cfg.tma and box is not None:
+                found[place] = box
+        if len(found) < len(places):
+            how.append(POINTERS)
+        else:
+            how.append(RAGGED if clipped else BOX)
+            boxes |= found
+    return how[0], how[1], boxes
 
 
 def _common(problem: Problem, origin: Origin, together: int) -> tuple[Any, ...]:
