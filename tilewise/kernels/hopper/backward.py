@@ -338,15 +338,18 @@ def backward_kernel(
 # ---- before and after ------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["heads", "q_len", "padded", "scale"])
+@triton.jit(
+    do_not_specialize=["heads", "q_len", "padded", "total", "scale", "do_b", "do_h", "do_r", "dlse_b", "dlse_h", "dlse_r"]
+)  # fmt: skip
 def prepare_kernel(
     o, do, lse, dlse, statistics, dq, heads, q_len, padded, total, scale, do_b, do_h, do_r, dlse_b, dlse_h, dlse_r,
     DV: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """-L and -delta of ROWS queries, and zeros for their dQ.
 
-    o (B, Hq, Sq, DV) and lse (B, Hq, Sq): contiguous. statistics: (2, total = B Hq, padded), L in the unit of the main
-    kernel's scores, which `scale` makes of lse. P of an empty row, and behind the last one, is to be 0: its L is +inf.
+    o (B, Hq, Sq, DV) and lse (B, Hq, Sq): contiguous. do's strides: in units of 8 elements. statistics: (2, total = B Hq,
+    padded), L in the unit of the main kernel's scores, which `scale` makes of lse. P of an empty row, and behind the last
+    one, is to be 0: its L is +inf.
     """
     tiles = padded // ROWS
     bh = (tl.program_id(0) // tiles).to(tl.int64)
@@ -358,7 +361,7 @@ def prepare_kernel(
     inside = (rows < q_len)[:, None] & (columns < DV)
     wide = rows.to(tl.int64)
     O = tl.load(o + (bh * q_len + wide)[:, None] * DV + columns, mask=inside, other=0.0)
-    DO = tl.load(do + (b * do_b + h * do_h + wide * do_r)[:, None] + columns, mask=inside, other=0.0)
+    DO = tl.load(do + 8 * (b * do_b + h * do_h + wide * do_r)[:, None] + columns, mask=inside, other=0.0)
     delta = tl.sum(O.to(tl.float32) * DO.to(tl.float32), 1)
     if dlse is not None:
         delta -= tl.load(dlse + b * dlse_b + h * dlse_h + wide * dlse_r, mask=rows < q_len, other=0.0)

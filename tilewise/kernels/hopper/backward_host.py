@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...problem import Aux, Grads, Origin, Problem
-from ..triton.host import LOG2E, READY, TOGETHER_BYTES, Memory, Strides, empty_strided
+from ..launch import Box, Ready
+from ..tensors import READY, Memory, Strides, dense_rows, empty_strided, memory, q_shape, v_shape
+from ..triton.host import LOG2E, TOGETHER_BYTES, strides
 from . import config
 from .backward import backward_kernel, convert_kernel, prepare_kernel
 from .config import BACKWARD_KEYS, PIECE, Backward
-from .host import Box, box_of, loadable
+from .host import box_of
 
 PREPARED = 64  # queries that a program of prepare_kernel takes
-SHARE = (PIECE * PIECE // 256, 256)  # the shape of a consumer's part of a block's dQ in the accumulator
+SHARE = (PIECE * PIECE // 256, 256)  # of dQ, in the accumulator
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,116 +47,89 @@ class Options:
 
 
 class Launches(NamedTuple):
-    """The three launches without their tensors, and the tensors that they fill."""
+    """The three launches, and what they fill."""
 
+    prepare: Ready  # (o, do, lse, dlse, statistics, accumulator)
+    main: Ready  # (dk, dv, accumulator, q, k, v, do, statistics)
+    convert: Ready  # (dq, accumulator)
     gradients: tuple[Memory, ...]  # dq, dk, dv
-    between: tuple[Memory, ...]  # the statistics and dQ's accumulator
-    padded: int  # queries of a head in them
-    boxes: tuple[Box, ...]  # of dk, dv, the accumulator, q, k, v, do and the statistics
-    numbers: tuple[int | float, ...]  # of the main kernel
-    options: Options
-    of_dlse: Strides
-
-    def prepare(self, problem: Problem, o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None, *between: Tensor) -> None:
-        heads = problem.batch * problem.heads
-        # What the main kernel adds to its scores before it scales them; under a softcap it scales them first.
-        scale = LOG2E if self.options.SOFTCAP else 1 / problem.scale
-        prepare_kernel[heads * self.padded // PREPARED,](
-            o, do, lse, dlse, *between, problem.heads, problem.q_len, self.padded, heads, scale, *do.stride()[:3], *self.of_dlse,
-            DV=problem.v_dim, WIDTH=self.options.WIDTH, ROWS=PREPARED, num_warps=4,
-        )  # fmt: skip
-
-    def arguments(self, *tensors: Tensor) -> tuple[Any, ...]:
-        """What the main kernel takes before its options."""
-        boxed = [
-            TensorDescriptor(x, list(box.shape), list(box.strides), list(box.block), box.layout)
-            for x, box in zip(tensors, self.boxes, strict=True)
-        ]
-        return (*boxed, *self.numbers)
-
-    def main(self, *tensors: Tensor) -> None:
-        # Newer Tritons fuse a product with a sum only where they are asked to.
-        backward_kernel[self.numbers[-1],](
-            *self.arguments(*tensors), O=self.options, num_warps=4, enable_fp_fusion=True  # type: ignore[arg-type]
-        )  # fmt: skip
-
-    def convert(self, problem: Problem, dq: Tensor, accumulator: Tensor) -> None:
-        convert_kernel[accumulator.numel() // PIECE**2,](
-            dq, accumulator, problem.q_len, self.padded, problem.scale, D=problem.qk_dim, WIDTH=self.options.WIDTH, num_warps=4
-        )  # fmt: skip
+    between: tuple[Memory, ...]  # statistics, accumulator
 
 
 def backward(
     problem: Problem, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, aux: Aux
 ) -> Grads:
-    if q.is_cuda and q.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(q.device):
-            return backward(problem, do, dlse, q, k, v, o, lse, aux)
-    do, q, k, v = (loadable(x) for x in (do, q, k, v))
-    of_dlse = (0, 0, 0) if dlse is None else dlse.stride()
-    start = launches_of(problem, aux.origin, of_dlse, do.stride(), q.stride(), k.stride(), v.stride())
+    (do, q, k, v), of_rows = dense_rows(do, q, k, v, expanded=False)
+    start = launches_of(problem, aux.origin, None if dlse is None else dlse.stride(), *of_rows)
     empty = empty_strided(q)
-    dq, dk, dv = (empty(*memory) for memory in start.gradients)
-    statistics, accumulator = (empty(*memory) for memory in start.between)
-    start.prepare(problem, o, do, lse, dlse, statistics, accumulator)
+    dq, dk, dv = [empty(*what) for what in start.gradients]
+    statistics, accumulator = [empty(*what) for what in start.between]
+    start.prepare(o, do, lse, dlse, statistics, accumulator)
     start.main(dk, dv, accumulator, q, k, v, do, statistics)
-    start.convert(problem, dq, accumulator)
+    start.convert(dq, accumulator)
     dsink = None if aux.sink is None else sink_gradient(aux.sink, lse, statistics)
     return Grads(dq, dk, dv, dsink=dsink)
 
 
 def sink_gradient(sink: Tensor, lse: Tensor, statistics: Tensor) -> Tensor:
-    """Of P_sink (0 - delta), summed over all rows: a sink is a key without a value. An empty row's is 0."""
+    """The sum over all rows of P_sink (0 - delta), a sink being a key without a value. An empty row has none."""
     P = torch.exp(sink.float()[:, None] - lse).masked_fill_(lse == -torch.inf, 0.0)
     minus_delta = statistics[1].view(*lse.shape[:2], -1)[..., : lse.shape[2]]
     return (P * minus_delta).sum((0, 2)).to(sink.dtype)
 
 
 @lru_cache(maxsize=READY)
-def launches_of(
-    problem: Problem, origin: Origin, of_dlse: Strides, of_do: Strides, of_q: Strides, of_k: Strides, of_v: Strides
-) -> Launches:
+def launches_of(problem: Problem, origin: Origin, of_dlse: Strides | None, *of_rows: Strides) -> Launches:
+    """of_rows: the strides of do, q, k, v."""
     wide = config.width(max(problem.qk_dim, problem.v_dim))
     cfg = config.BACKWARD[wide]
     options = Options.of(problem, cfg, wide)
-    heads, kv_heads = problem.batch * problem.heads, problem.batch * problem.kv_heads
+    heads = problem.batch * problem.heads
     padded = -(-problem.q_len // BACKWARD_KEYS) * BACKWARD_KEYS
-    q_shape = (*problem.o_shape[:3], problem.qk_dim)
-    v_shape = (*problem.k_shape[:3], problem.v_dim)
-    gradients = tuple(_memory(shape, problem.dtype) for shape in (q_shape, problem.k_shape, v_shape))
-    of_statistics = _memory((2, heads, padded), torch.float32)
-    accumulator = _memory((heads * padded * wide // SHARE[1], SHARE[1]), torch.float32)
+    dq, dk, dv = (memory(shape, problem.dtype) for shape in (q_shape(problem), problem.k_shape, v_shape(problem)))
+    statistics = memory((2, heads, padded), torch.float32)
+    accumulator = memory((heads * padded * wide // SHARE[1], SHARE[1]), torch.float32)
+    of_do, of_q, of_k, of_v = of_rows
     by_key, by_query = (PIECE, wide), (cfg.rows, wide)
     boxes = (
-        box_of(problem.k_shape, gradients[1][1], by_key, problem.dtype),
-        box_of(v_shape, gradients[2][1], by_key, problem.dtype),
+        box_of(*dk[:2], by_key, problem.dtype),
+        box_of(*dv[:2], by_key, problem.dtype),
         _plain(accumulator, SHARE),
-        box_of(q_shape, of_q, by_query, problem.dtype),
-        box_of(problem.k_shape, of_k, by_key, problem.dtype),
-        box_of(v_shape, of_v, by_key, problem.dtype),
+        box_of(dq[0], of_q, by_query, problem.dtype),
+        box_of(dk[0], of_k, by_key, problem.dtype),
+        box_of(dv[0], of_v, by_key, problem.dtype),
         box_of(problem.o_shape, of_do, by_query, problem.dtype),
-        _plain(of_statistics, (2, 1, cfg.rows)),
+        _plain(statistics, (2, 1, cfg.rows)),
     )
     left, right = problem.band.bounds
     diagonal = origin[2] - origin[3] + problem.band.offset(problem.q_len, problem.k_len)
     tiles = -(-problem.k_len // BACKWARD_KEYS)
+    total = tiles * problem.batch * problem.kv_heads
     numbers = (
         problem.q_len, problem.k_len, diagonal, left, right, problem.scale * LOG2E, problem.softcap * LOG2E,
-        problem.heads, problem.group, tiles, _together(problem, wide), tiles * kv_heads,
+        problem.heads, problem.group, tiles, _together(problem, wide), total,
     )  # fmt: skip
-    return Launches(gradients, (of_statistics, accumulator), padded, boxes, numbers, options, of_dlse)
+    # The main kernel adds L to its scores before it scales them; under a softcap it scales them first.
+    unit = LOG2E if options.SOFTCAP else 1 / problem.scale
+    return Launches(
+        Ready(
+            prepare_kernel, (heads * padded // PREPARED,),
+            (problem.heads, problem.q_len, padded, heads, unit, *strides(of_do), *(of_dlse or (0, 0, 0))),
+            {"DV": problem.v_dim, "WIDTH": wide, "ROWS": PREPARED}, 4, 1,
+        ),
+        Ready(backward_kernel, (total,), numbers, {"O": options}, 4, 1, dict(enumerate(boxes))),
+        Ready(
+            convert_kernel, (accumulator[0][0] // SHARE[0],), (problem.q_len, padded, problem.scale),
+            {"D": problem.qk_dim, "WIDTH": wide}, 4, 1,
+        ),
+        (dq, dk, dv), (statistics, accumulator),
+    )  # fmt: skip
 
 
-def _plain(memory: Memory, block: tuple[int, ...]) -> Box:
-    """Of contiguous fp32, not swizzled: so that it is read and written in rows, without conflicts."""
-    shape, strides, _ = memory
+def _plain(what: Memory, block: tuple[int, ...]) -> Box:
+    """Of contiguous fp32, not swizzled: threads read and write whole rows of it."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
-    return Box(shape, strides, block, layout)
-
-
-def _memory(shape: tuple[int, ...], dtype: torch.dtype) -> Memory:
-    """Contiguous."""
-    return shape, torch.empty(shape, device="meta").stride(), dtype
+    return Box(what[0], what[1], block, layout)
 
 
 def _together(problem: Problem, wide: int) -> int:
