@@ -211,5 +211,3 @@ class BackwardBlock:
         self.write(memory, "result", None)
         self.leaving[self.me].append(memory)
         self.log.append((descriptor, *at))
-
-

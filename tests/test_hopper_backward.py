@@ -53,7 +53,13 @@ def test_rows_fit_the_shared_memory_and_the_registers() -> None:
 
 # ---- the kernels, compiled -------------------------------------------------------------------------------------------
 
-SOME = [(64, 64, BF16, "causal"), (64, 64, F16, "full"), (128, 128, BF16, "full"), (128, 128, F16, "window"), (128, 64, BF16, "dressed")]
+SOME = [
+    (64, 64, BF16, "causal"),
+    (64, 64, F16, "full"),
+    (128, 128, BF16, "full"),
+    (128, 128, F16, "window"),
+    (128, 64, BF16, "dressed"),
+]
 EVERY = [(d, d, dtype, kind) for d in config.BACKWARD for dtype in (BF16, F16) for kind in KINDS]
 SPILLS = {(64, False): 128, (64, True): 2048, (128, False): 0, (128, True): 1024}  # bytes, by columns and softcap
 
