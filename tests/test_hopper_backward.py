@@ -61,7 +61,9 @@ SOME = [
     (128, 64, BF16, "dressed"),
 ]
 EVERY = [(d, d, dtype, kind) for d in config.BACKWARD for dtype in (BF16, F16) for kind in KINDS]
-SPILLS = {(64, False): 128, (64, True): 2048, (128, False): 0, (128, True): 1024}  # bytes, by columns and softcap
+# Bytes, by columns and softcap. With 64 columns and a Band 88 with Triton 3.6, outside the loop over queries; up to 284 with
+# newer ones, whose ptxas reloads a few in it, as it does with a softcap.
+SPILLS = {(64, False): 320, (64, True): 2048, (128, False): 16, (128, True): 1024}
 
 
 def recorded(problem: Problem) -> list[Any]:
@@ -85,6 +87,7 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
     """Compile a backward's kernels; AssertionError where one is not what it was made to be."""
     problem = problem_of(d, v_dim, dtype=dtype, **KINDS[kind])
     launches = recorded(problem)
+    import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
 
@@ -112,6 +115,8 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
         assert instruction in listing, instruction
     # Between a wait for S and the next one, for dP, lie the exponentials of 64 queries: 32 of a thread.
     overlapped = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[13](.*?)WARPGROUP\.DEPBAR", listing, re.DOTALL)
+    kept = problem.softcap == 0 and (wide > 64 or triton.__version__ < "3.7")
+    assert not kept or not any(re.search("STL|LDL", part) for part in overlapped)
     assert sum(part.count("MUFU.EX2") >= 32 for part in overlapped) == 2 * config.BACKWARD[wide].rows // config.PIECE
 
 
