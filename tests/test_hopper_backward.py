@@ -61,8 +61,8 @@ SOME = [
     (128, 64, BF16, "dressed"),
 ]
 EVERY = [(d, d, dtype, kind) for d in config.BACKWARD for dtype in (BF16, F16) for kind in KINDS]
-# Bytes, by columns and softcap. With 64 columns and a Band 88 with Triton 3.6, outside the loop over queries; up to 284 with
-# newer ones, whose ptxas reloads a few in it, as it does with a softcap.
+# Bytes, by columns and softcap. With 64 columns and a Band 88 with Triton 3.6, outside the loop over queries; up to 284
+# with newer ones, whose ptxas reloads a few in it, as it does with a softcap.
 SPILLS = {(64, False): 320, (64, True): 2048, (128, False): 16, (128, True): 1024}
 
 
