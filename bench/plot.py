@@ -50,7 +50,10 @@ def draw(rows: list[Row], path: Path) -> None:
         for axis, column in zip(row_axes, columns, strict=True):
             panel(axis, found.get((direction, *column), {}), f"{direction}, d {column[0]}, {column[1]}")
         row_axes[0].set_ylabel("TFLOP/s")
-    axes[0][0].legend(fontsize=7, frameon=False)
+    fastest = max(rate for lines in found.values() for points in lines.values() for rate in points.values())
+    axes[0][0].set_ylim(0, 1.05 * fastest)  # of all: they share it
+    named = {name: line for axis in axes.flat for line in axis.lines if (name := line.get_label())}
+    axes[-1][-1].legend(named.values(), named.keys(), fontsize=7, frameon=False, loc="upper left")
     figure.suptitle(f"{rows[0].device}, bf16, 16k tokens a batch, hidden 2048, torch {rows[0].torch}", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
@@ -69,7 +72,6 @@ def panel(axis: Any, lines: Lines, title: str) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [length(seq) for seq in ticks], fontsize=7)
     axis.set_xlabel("S", fontsize=8)
-    axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
 
 
