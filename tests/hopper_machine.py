@@ -16,7 +16,17 @@ from typing import Any
 import torch
 
 from tilewise import mask
-from tilewise.kernels.hopper import forward, pipeline
+from tilewise.kernels.hopper import forward, pipeline, walk
+from tilewise.kernels.tensors import FAR
+
+
+CALL = (
+    "q_len", "k_len", "diagonal", "left", "right", "scale", "softcap", "heads", "group", "tiles", "together", "total",
+    "batch", "v_apart",
+)  # fmt: skip
+PLAYED = {  # functions that the partitions call, as the Python that they are
+    "step", "load_tile", "rows_of_v", "which_block", "extent", "sequence_of", "clamped", "clipped", "live", "way", "visit",
+}  # fmt: skip
 
 
 class Stuck(AssertionError):
@@ -104,12 +114,31 @@ class Buffers(list):
         return self[n]
 
 
+class Pointer:
+    """To an element of a list: reading beyond it is a fault."""
+
+    def __init__(self, data: list[int], at: int = 0) -> None:
+        self.data, self.at = data, at
+
+    def __add__(self, n: int) -> Pointer:
+        return Pointer(self.data, self.at + n)
+
+
+APART = 1 << 20  # rows of V between sequences, in a descriptor that clips at their ends
+NO_LISTS = (None,) * 5 + (0,) * 7
+
+
 class Block:
-    """One program: its rings, its turns, and a log of (consumer, what, ...)."""
+    """One program: its rings, its turns, and a log of (consumer, what, ...).
+
+    lengths: pointers to cu_q, cu_k, q_lens, k_lens; lists: a BlockMask's, as the kernel makes them.
+    """
 
     def __init__(
-        self, numbers: dict[str, int], options: Any, program: int, programs: int, counter: list[int], seed: int
-    ) -> None:
+        self, numbers: dict[str, int], options: Any, program: int, programs: int, counter: list[int], seed: int,
+        lengths: tuple[Pointer | None, ...] = (None,) * 4, lists: tuple[Any, ...] = NO_LISTS,
+    ) -> None:  # fmt: skip
+        self.lengths, self.lists = lengths, lists
         self.O, self.counter, self.program, self.programs = options, counter, program, programs
         self.scheduler = Scheduler(seed)
         self.consumers = options.ROWS // 64
@@ -117,16 +146,19 @@ class Block:
         self.turns: dict[int, list[str]] = {c: [] for c in range(self.consumers)}
         rings = {"tiles": (2, self.consumers), "q": (options.QUERIES * self.consumers, 1)}
         rings |= {"k": (options.STAGES, self.consumers), "v": (options.STAGES, self.consumers)}
+        rings |= {"counts": (2, self.consumers), "blocks": (4, self.consumers)}
         self.rings = SimpleNamespace(**{name: self.ring(name, *sizes) for name, sizes in rings.items()})
-        self.call = SimpleNamespace(**numbers)
-        for method in ("blocks", "free_blocks"):
-            setattr(self.call, method, self.rewired(getattr(forward.Call, method)).__get__(self.call))
+        numbers = {**dict.fromkeys(CALL, 0), "v_apart": APART, **numbers}
+        self.call = self.call_of(*(numbers[name] for name in CALL))
         self.masked: set[Any] = set()
+        self.bits: dict[Any, int] = {}
 
     def run(self) -> None:
         partitions = {str(c): self._consumer(c) for c in range(self.consumers)}
         produce = self.rewired(forward.producer)
-        partitions["producer"] = lambda: produce("q", "k", "v", self.counter, self.rings, self.call, self.O)
+        partitions["producer"] = lambda: produce(
+            "q", "k", "v", self.counter, self.lengths, self.lists, self.rings, self.call, self.O
+        )
         self.scheduler.run(partitions)
         for ring in vars(self.rings).values():
             for full, empty in zip(ring.full, ring.empty, strict=True):
@@ -135,7 +167,16 @@ class Block:
 
     def _consumer(self, c: int) -> Callable[[], None]:
         consume = self.rewired(forward.consumer)
-        return lambda: consume("o", Buffers([["o"]] * 3), Anything(), None, self.rings, self.call, c, self.O)
+        return lambda: consume(
+            "o", Buffers([["o"]] * 3), Anything(), None, self.lengths, "bits", self.rings, self.call, c, self.O
+        )
+
+    def call_of(self, *numbers: int) -> Any:
+        """A forward.Call with its own methods."""
+        call = SimpleNamespace(**dict(zip(CALL, numbers, strict=True)))
+        for method in ("of_sequence", "keys", "blocks", "free_keys", "free_blocks"):
+            setattr(call, method, self.rewired(getattr(forward.Call, method)).__get__(call))
+        return call
 
     def ring(self, name: str, stages: int, readers: int) -> Any:
         """A pipeline.Ring with its own methods."""
@@ -155,17 +196,18 @@ class Block:
         names = {**plain.__globals__, **{n: getattr(mask, n) for n in ("key_range", "mask_free_range", "tile_of")}}
         names |= {
             "gl": _Language(self.program, self.programs), "mbarrier": self, "tma_load": self.tma_load, "PIECE": 64,
-            "put_tile": self.put_tile, "take_tile": self.take_tile, "begin_claim": self.begin_claim,
+            "put_pair": self.put_pair, "take_pair": self.take_pair, "begin_claim": self.begin_claim,
             "end_claim": self.end_claim, "take_turn": self.take_turn, "pass_turn": self.pass_turn,
             "matrix": lambda buffer: buffer[0], "scores": self.scores, "warpgroup_mma": self.multiply, "INF": torch.inf,
             "cap": lambda S, *_: S, "mask": self.mask, "rescale": lambda o, _: o,
             "stay_before": lambda _: None, "uniform": lambda x: x, "wait_for_stores": lambda: None,
             "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else deps,
             "softmax": lambda S, *_: (_Scores(S), "m", Anything(), "alpha"), "half_block": self.half_block,
-            "finalize": lambda *_: (Anything(), Anything()), "store_by_tma": self.store,
+            "finalize": lambda *_: (Anything(), Anything()), "store_by_tma": self.store, "Call": self.call_of,
+            "bits_mask": self.bits_mask, "below": lambda list, n, tile: sum(x < tile for x in list.data[list.at :][:n]),
         }  # fmt: skip
-        if function is forward.consumer:
-            names["step"] = self.rewired(forward.step)
+        for name in PLAYED & set(plain.__code__.co_names):
+            names[name] = self.rewired(getattr(forward if hasattr(forward, name) else walk, name))
         return FunctionType(plain.__code__, names, plain.__name__)
 
     def wait(self, barrier: Barrier, parity: int) -> None:
@@ -180,17 +222,25 @@ class Block:
 
     def tma_load(self, descriptor: str, at: list[int], barrier: Barrier, buffer: list[Any]) -> None:
         self.scheduler.until()
-        buffer[0] = (descriptor, *at)
+        buffer[0] = (descriptor, *(at if len(at) == 4 else self.unclipped(at)))
         barrier.arrive()
 
-    def put_tile(self, ring: Any, n: int, row: int, bh: int) -> None:
-        ring.acquire(n)[0] = (row, bh)
+    def unclipped(self, at: list[int]) -> tuple[int, ...]:
+        """(Sequence, head, row, 0) of a place in a descriptor that clips at ends."""
+        far, end, head, row, zero = at
+        assert far == FAR
+        row += end - FAR
+        return (0, head, row, zero) if self.O.PACKED else (row // APART, head, row % APART, zero)
+
+    def put_pair(self, ring: Any, n: int, a: int, b: int) -> None:
+        assert b >= 0
+        ring.acquire(n)[0] = (a, b)
         ring.commit(n)
 
-    def take_tile(self, ring: Any, n: int) -> tuple[int, int]:
-        tile = ring.wait(n)[0]
+    def take_pair(self, ring: Any, n: int) -> tuple[int, int]:
+        a, b = ring.wait(n)[0]
         ring.release(n)
-        return tile[0], _Int(tile[1])
+        return _Int(a), _Int(b)
 
     def begin_claim(self, counter: list[int]) -> int:
         counter[0] += 1
@@ -221,12 +271,18 @@ class Block:
         assert q[0] == "q", q
         assert k[0] == "k", k
         assert v == ("v", *k[1:]), (k, v)
-        self.log.append(("block", who, q[1:4], k[1:4], P.S in self.masked))
+        self.log.append(("block", who, q[1:4], k[1:4], P.S in self.masked, self.bits.get(P.S, -1)))
         return "o"
 
     def mask(self, S: Any, first: int, j0: int, *_: Any) -> Any:
-        assert (S[0][3], S[1][3]) == (first, j0)
+        if not self.O.PACKED:
+            assert (S[0][3], S[1][3]) == (first, j0)
         self.masked.add(S)
+        return S
+
+    def bits_mask(self, S: Any, bits: str, tile: int, j0: int, consumer: int) -> Any:
+        assert (bits, consumer) == ("bits", int(threading.current_thread().name))
+        self.bits[S] = tile
         return S
 
     def half_block(
@@ -234,7 +290,7 @@ class Block:
     ) -> tuple[Any, ...]:
         k = rings.k.wait(n)[0]
         rings.k.release(n)
-        assert k[3] == j0
+        assert k[3] == j0 or self.O.PACKED
         v = rings.v.wait(n)[0]
         self.masked.add((q, k))
         self.multiply(_Scores((q, k)), v, "o")
@@ -242,12 +298,29 @@ class Block:
         return "o", m, sums
 
     def store(self, tile: Any, buffer: Any, descriptor: str, at: list[int]) -> None:
-        self.log.append(("store", int(threading.current_thread().name), tuple(at[:3])))
+        self.log.append(("store", int(threading.current_thread().name), tuple(at)))
 
 
 class _Int(int):
-    def to(self, _: Any) -> int:
+    """A number as a kernel has it: what is made of it is one, too."""
+
+    def to(self, _: Any) -> _Int:
         return self
+
+
+def _kept(name: str) -> Callable[..., Any]:
+    plain = getattr(int, name)
+
+    def operation(self: int, other: Any) -> Any:
+        result = plain(self, other)
+        return result if result is NotImplemented else _Int(result)
+
+    return operation
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod"):
+    for _side in (f"__{_name}__", f"__r{_name}__"):
+        setattr(_Int, _side, _kept(_side))
 
 
 class Anything:
@@ -275,7 +348,14 @@ class _Language(Anything):
     """`gl`: with integers it works, with tensors not."""
 
     def __init__(self, program: int = 0, programs: int = 1) -> None:
-        self.program_id = lambda _: program
+        self.program_id = lambda _: _Int(program)
+        self.where = lambda condition, a, b: a if condition else b
         self.num_programs = lambda _: programs
         self.minimum, self.maximum, self.static_range = min, max, range
         self.convert_layout = lambda x, *_, **__: x
+
+    def load(self, pointer: Pointer, mask: bool = True, other: int | None = None) -> int | None:
+        if not mask:
+            return other
+        assert 0 <= pointer.at < len(pointer.data)
+        return _Int(pointer.data[pointer.at])

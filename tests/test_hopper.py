@@ -13,6 +13,7 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ import tilewise
 from tilewise import Band, Problem, causal, sliding_window
 from tilewise.kernels.hopper import backend, config
 from tilewise.mask import tile_of
+from tilewise.problem import Aux, Layout
 
 F16, BF16 = torch.float16, torch.bfloat16
 FULL = Band()
@@ -27,14 +29,18 @@ FULL = Band()
 
 def problem_of(
     d: int = 64, v_dim: int | None = None, band: Band = FULL, dtype: torch.dtype = BF16, q_len: int = 200,
-    k_len: int | None = None, batch: int = 1, heads: int = 2, kv_heads: int | None = None, **options: Any,
+    k_len: int | None = None, batch: int = 1, heads: int = 2, kv_heads: int | None = None, layout: Layout = Layout.DENSE,
+    blocks: bool = False, q_lens: bool = False, k_lens: bool = False, **options: Any,
 ) -> Problem:  # fmt: skip
     kv, k_len = kv_heads or heads, k_len or q_len
     q, k, v = (
         torch.empty(shape, dtype=dtype, device="meta")
         for shape in ((batch, heads, q_len, d), (batch, kv, k_len, d), (batch, kv, k_len, v_dim or d))
     )
-    return replace(Problem.of(q, k, v, mask=band, **options)[0], device="sm90")
+    varied = {"q_layout": layout, "k_layout": layout, "q_lens": q_lens, "k_lens": k_lens}
+    return replace(
+        Problem.of(q, k, v, mask=band, **options)[0], device="sm90", mask="blocks" if blocks else None, **varied
+    )
 
 
 # ---- what it takes ---------------------------------------------------------------------------------------------------
@@ -170,14 +176,29 @@ def compiled(problem: Problem) -> tuple[Any, str]:
     shapes = q_shape(problem), problem.k_shape, v_shape(problem)
     o, q, k, v = (torch.empty(shape, dtype=problem.dtype) for shape in (problem.o_shape, *shapes))
     sink = torch.empty(problem.heads) if problem.sink else None
-    start = host.launch_of(problem, (0, 0, 0, 0), 132, *(x.stride() for x in (q, k, v))).start
+    aux, lists = contents_of(problem)
+    start = host.launch_of(problem, (0, 0, 0, 0), 132, True, lists, *(x.stride() for x in (q, k, v))).start
     with recording() as launches:
-        start(o, q, k, v, torch.empty(problem.lse_shape), sink, torch.zeros(1, dtype=torch.int32))
+        start(o, q, k, v, torch.empty(problem.lse_shape), sink, torch.zeros(1, dtype=torch.int32), *host.contents(aux))
     said = io.StringIO()
     with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(said):
         knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
         binary = compile_for(launches[0], GPUTarget("cuda", 90, 32))
     return binary, said.getvalue()
+
+
+def contents_of(problem: Problem) -> tuple[Aux, tuple[int, ...]]:
+    """Of the problem's options those whose contents say which tiles there are, and how a BlockMask's lists lie."""
+    from tilewise.kernels.hopper import host
+
+    some = torch.zeros(problem.batch + 1, dtype=torch.int32)
+    packed = problem.q_layout is Layout.PACKED
+    seen = tilewise.BlockMask.butterfly(256, 256) if problem.mask == "blocks" else None
+    aux = Aux(
+        cu_q=some if packed else None, cu_k=some if packed else None, q_lens=some if problem.q_lens else None,
+        k_lens=some if problem.k_lens else None, mask=seen,
+    )  # fmt: skip
+    return aux, host.lists_of(aux)
 
 
 def listing_of(binary: Any) -> str:
@@ -271,9 +292,9 @@ def test_partitions_hand_on_every_block_and_never_wait_for_ever(seed: int) -> No
 
     stored = sorted(entry[2] for entry in log if entry[0] == "store")
     firsts = [row * cfg.rows + piece for row in range(tiles) for piece in range(0, cfg.rows, config.PIECE)]
-    assert stored == [(b, h, first) for b in range(batch) for h in range(problem.heads) for first in firsts]
+    assert stored == [(b, h, first, 0) for b in range(batch) for h in range(problem.heads) for first in firsts]
     taken = defaultdict(list)
-    for _, _, (b, h, first), (k_b, k_h, j0), masked in (entry for entry in log if entry[0] == "block"):
+    for _, _, (b, h, first), (k_b, k_h, j0), masked, _ in (entry for entry in log if entry[0] == "block"):
         assert (k_b, k_h) == (b, h // group)
         taken[b, h, first].append((j0, masked))
     seen = band.dense(q_len, k_len)
@@ -285,3 +306,123 @@ def test_partitions_hand_on_every_block_and_never_wait_for_ever(seed: int) -> No
             part = rows[:, j0 : j0 + cfg.keys]
             assert j0 in unmasked or not part.any()
             assert unmasked.get(j0, True) or (part.all() and j0 + cfg.keys <= k_len)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_sequences_and_block_masks_played(seed: int) -> None:
+    """Sequences of unlike lengths, packed or padded, a BlockMask, an origin: each pair is seen by whom it should be."""
+    pytest.importorskip("triton")
+    from hopper_machine import NO_LISTS, Block, Pointer
+
+    from tilewise.kernels.hopper import host
+
+    r = random.Random(seed)
+    packed, blocks = r.choice((False, True)), r.choice((False, True))
+    q_lens, k_lens = r.choice((False, True)), r.choice((False, True))
+    batch, group = r.choice((1, 2, 3)), r.choice((1, 2))
+    alike = packed and r.random() < 0.5
+    lengths = (0, 1, 33, 64, 65, 127, 128, 129, 200, 300)
+    spans_q = [r.choice(lengths) for _ in range(batch)] if packed else [r.choice(lengths[1:])] * batch
+    spans_k = spans_q if alike else [r.choice(lengths) for _ in range(batch)] if packed else [r.choice(lengths[1:])] * batch
+    cu_q, cu_k = ([sum(spans[:n]) for n in range(batch + 1)] for spans in (spans_q, spans_k))
+    q_len, k_len = (cu_q[-1] + 5, cu_k[-1] + r.choice((0, 70))) if packed else (spans_q[0], spans_k[0])
+    used_q, used_k = ([r.randint(0, n) for n in spans] if lens else spans for lens, spans in ((q_lens, spans_q), (k_lens, spans_k)))
+    band = r.choice((
+        FULL, FULL, causal, causal, Band(None, r.randint(-9, 300)), Band(r.randint(0, 300), None),
+        Band(None, 0, "top_left"), Band(r.randint(0, 300), r.randint(-5, 9)), Band(-5, 3),
+    ))  # fmt: skip
+    origin = (1, 1, 128, 256) if blocks and r.random() < 0.3 else (0, 0, 0, 0)
+    problem = problem_of(
+        band=band, q_len=max(q_len, 1), k_len=max(k_len, 1), heads=2 * group, kv_heads=2, batch=batch, blocks=blocks,
+        layout=Layout.PACKED if packed else Layout.DENSE, q_lens=q_lens, k_lens=k_lens,
+    )  # fmt: skip
+    varied = packed or q_lens or k_lens
+    diagonal = origin[2] - origin[3]
+    known = band.align == "top_left" or not (q_lens or k_lens) and (alike or not packed)
+    if not varied:
+        diagonal += band.offset(q_len, k_len)
+    rows = 128 if blocks else r.choice((128, 192))
+    cfg = config.Config(rows, r.choice((64, 128)), r.choice((2, 3)), r.choice((1, 2)), r.random() < 0.7)
+    options = host.Options.of(problem, cfg, diagonal if known else None, origin)
+    tiles = q_len // rows + batch + 1 if packed else -(-q_len // rows)
+    total = tiles * problem.heads * (1 if packed else batch)
+    mask = mask_of(r, batch + origin[0], problem.heads + origin[1], origin) if blocks else None
+    lists: tuple[Any, ...] = NO_LISTS
+    if mask is not None:
+        side = mask.query_major.full.shape
+        apart = (side[1] if side[0] > 1 else 0, 1 if side[1] > 1 else 0, *side[2:])
+        pointers = (Pointer(x.flatten().tolist()) for x in mask.query_major)
+        lists = (*pointers, *apart, origin[0] * apart[0] + origin[1] * apart[1], *origin[2:])
+    numbers = {
+        "q_len": q_len, "k_len": k_len, "diagonal": diagonal, "left": band.bounds[0], "right": band.bounds[1],
+        "heads": problem.heads, "group": group, "tiles": tiles, "together": r.choice((1, 2, 3)), "total": total,
+        "batch": batch,
+    }  # fmt: skip
+    contents = [cu_q if packed else None, cu_k if packed else None, used_q if q_lens else None, used_k if k_lens else None]
+    programs, counter, log = min(total, r.choice((1, 2, 3, 99))), [0], []
+    for program in range(programs):
+        block = Block(
+            numbers, options, program, programs, counter, 100 * seed + program,
+            tuple(None if x is None else Pointer(x) for x in contents), lists,
+        )  # fmt: skip
+        block.run()
+        log += block.log
+    assert counter == [0]
+
+    # What is stored: each row of memory once.
+    ends = [*spans_q, q_len - cu_q[-1]] if packed else spans_q
+    pieces = {
+        (s, h, first) for s, span in enumerate(ends) for h in range(problem.heads)
+        for at in range(0, span, rows) for first in range(at, at + rows, config.PIECE)
+    }  # fmt: skip
+    stored = [entry[2] for entry in log if entry[0] == "store"]
+    if packed:
+        starts = {(start, start + span): s for s, (start, span) in enumerate(zip(cu_q, ends, strict=True)) if span}
+        found = [(end, h, row + end - 2**30) for _, end, h, row, _ in stored]
+        by_end = {end: (start, s) for (start, end), s in starts.items()}
+        stored = [(by_end[end][1], h, row - by_end[end][0]) for end, h, row in found]
+    assert sorted(entry[:3] for entry in stored) == sorted(pieces)
+
+    # What each of a sequence's rows saw.
+    taken = defaultdict(list)
+    for _, _, (q_b, h, row), (k_b, k_h, key), masked, tile in (entry for entry in log if entry[0] == "block"):
+        assert k_h == h // group
+        taken[q_b, h, row].append((k_b, key, masked, tile))
+    for s, h, first in pieces:
+        start_q, start_k = (cu_q[s], cu_k[s]) if packed else (0, 0)
+        seen_blocks = taken[0 if packed else s, h, start_q + first]
+        if s == batch:
+            continue
+        n, m = used_q[s], used_k[s]
+        if first >= n or first >= ends[s]:
+            continue
+        i, j = torch.arange(first, min(first + config.PIECE, n))[:, None], torch.arange(m + 2 * cfg.keys)
+        offset = origin[2] - origin[3] + band.offset(n, m)
+        banded = band.visible(i, j, offset) & (j < m)
+        dense = None if mask is None else mask.to_dense()[min(origin[0] + s, mask.batch - 1), min(origin[1] + h, mask.heads - 1)]
+        true = banded.clone()
+        if dense is not None:
+            padded = torch.zeros(2048, 2048, dtype=torch.bool)
+            padded[: dense.shape[0], : dense.shape[1]] = dense
+            true &= padded[origin[2] + i, origin[3] + j]
+        got = torch.zeros_like(true)
+        for k_b, key, masked, tile in seen_blocks:
+            assert k_b == (0 if packed else s)
+            j0 = key - start_k
+            here = slice(j0, j0 + cfg.keys)
+            part = banded[:, here] if masked else torch.ones_like(banded[:, here])
+            if tile >= 0:
+                bits = torch.from_numpy(np.unpackbits(mask.bits[tile].numpy(), axis=1, bitorder="little")).bool()
+                part = part & bits[i % 128, (origin[3] + j[here]) % 128]
+            assert not (got[:, here] & part).any()
+            got[:, here] |= part
+        assert torch.equal(got, true)
+
+
+def mask_of(r: random.Random, batch: int, heads: int, origin: tuple[int, ...]) -> tilewise.BlockMask:
+    """A BlockMask of EMPTY, MIXED and FULL tiles, for sequences of up to 300 tokens from the origin on."""
+    make = torch.Generator().manual_seed(r.randrange(2**31))
+    sides = (r.choice((1, batch)), r.choice((1, heads)), 300 + origin[2], 300 + origin[3])
+    kind = torch.rand((*sides[:2], *(-(-n // 128) for n in sides[2:])), generator=make)
+    kind = kind.repeat_interleave(128, 2).repeat_interleave(128, 3)[..., : sides[2], : sides[3]]
+    return tilewise.BlockMask.from_dense((kind > 0.7) | ((torch.rand(sides, generator=make) < 0.5) & (kind > 0.3)))

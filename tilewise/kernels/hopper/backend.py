@@ -33,9 +33,6 @@ def why_not(problem: Problem) -> str | None:
 def _options_without(problem: Problem) -> str | None:
     """The sentence about the first option that there is no code for."""
     options = {
-        "packed sequences": problem.q_layout is Layout.PACKED or problem.k_layout is Layout.PACKED,
-        "lengths": problem.q_lens or problem.k_lens,
-        "a block mask": problem.mask == "blocks",
         "a boolean mask": problem.mask == "bool",
         "a bias": problem.bias is not None,
         "ALiBi": problem.alibi,
@@ -65,6 +62,10 @@ def backward_without(problem: Problem) -> str | None:
         return "dQ is added up in no fixed order"
     if max(problem.qk_dim, problem.v_dim) > max(config.BACKWARD):
         return f"its backward takes head sizes up to {max(config.BACKWARD)}"
+    if problem.q_layout is Layout.PACKED or problem.q_lens or problem.k_lens:
+        return "its backward takes sequences of one length"
+    if problem.mask == "blocks":
+        return "its backward takes no block mask yet"
     if 0 in (*problem.o_shape, *problem.k_shape):
         return "there is nothing to add up"
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...problem import Problem
+from ...problem import Layout, Problem
 
 PIECE = 64  # rows of a consumer warpgroup
 WIDTHS = (64, 128, 256)  # columns of a tile: heads of another size are filled up with zeros by TMA
@@ -75,7 +75,9 @@ def width(size: int) -> int:
 
 
 def kind_of(problem: Problem) -> str:
-    """Which of KINDS serves the problem."""
+    """Which of KINDS serves the problem. Of packed sequences no length is known, and a BlockMask's tiles have 128 rows."""
+    if problem.q_layout is Layout.PACKED or problem.mask == "blocks":
+        return "banded"
     if problem.band.is_full:
         return "full"
     return "banded long" if problem.k_len >= LONG else "banded"

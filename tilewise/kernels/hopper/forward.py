@@ -24,15 +24,16 @@ from .pipeline import (
     begin_claim,
     end_claim,
     pass_turn,
-    put_tile,
+    put_pair,
     ring_of,
     stay_before,
     store_by_tma,
-    take_tile,
+    take_pair,
     take_turn,
     uniform,
     wait_for_stores,
 )  # fmt: skip
+from .walk import TILE, clipped, extent, sequence_of, visit, way
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -61,10 +62,12 @@ class Call:
     tiles: gl.tensor  # of a head
     together: gl.tensor
     total: gl.tensor  # tiles of all heads
+    batch: gl.tensor
+    v_apart: gl.tensor  # rows of V from sequence to sequence
 
     @gluon.constexpr_function
     def __init__(
-        self, q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total,
+        self, q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total, batch, v_apart,
     ):  # fmt: skip
         self.q_len = q_len
         self.k_len = k_len
@@ -78,83 +81,180 @@ class Call:
         self.tiles = tiles
         self.together = together
         self.total = total
+        self.batch = batch
+        self.v_apart = v_apart
 
     @gluon.jit
-    def blocks(self, first, ROWS: gl.constexpr, O: gl.constexpr):
-        """Blocks [lo, hi) that some of the rows [first, first + ROWS) see; where there is none, one all the same."""
+    def of_sequence(self, b, lengths, O: gl.constexpr):
+        """(The call as sequence b has it, with its own lengths; its first query and its queries in memory, its first key)."""
+        if O.VARIED:
+            cu_q, cu_k, q_lens, k_lens = lengths
+            q_start, q_span, q_len = extent(b, self.batch, self.q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
+            k_start, _, k_len = extent(b, self.batch, self.k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
+            q_len = uniform(q_len)
+            k_len = uniform(k_len)
+            diagonal = self.diagonal
+            if not O.TOP_LEFT:
+                diagonal += k_len - q_len
+            own = Call(
+                q_len, k_len, diagonal, self.left, self.right, self.scale, self.softcap, self.heads, self.group,
+                self.tiles, self.together, self.total, self.batch, self.v_apart,
+            )  # fmt: skip
+            return own, uniform(q_start), uniform(q_span), k_start
+        else:
+            return self, b * 0, self.q_len, b * 0
+
+    @gluon.jit
+    def keys(self, first, ROWS: gl.constexpr, O: gl.constexpr):
+        """Keys [lo, hi) that some of the rows [first, first + ROWS) see."""
         lo = 0
         hi = self.k_len
         if O.BANDED:
             last = gl.minimum(first + ROWS, self.q_len)
             # `uniform`: else the compiler computes what follows from the bounds alone once, and spills it (d 256, 40 bytes).
             lo, hi = key_range(first, last, uniform(self.left), uniform(self.right), self.diagonal, self.k_len)
+        elif O.Q_LENS or O.PACKED:
+            hi = gl.where(first < self.q_len, hi, 0)
+        return lo, hi
+
+    @gluon.jit
+    def blocks(self, first, ROWS: gl.constexpr, O: gl.constexpr):
+        """The same in blocks; where there is none, one all the same."""
+        lo, hi = self.keys(first, ROWS, O)
         return lo // O.KEYS, gl.maximum((hi + O.KEYS - 1) // O.KEYS, lo // O.KEYS + 1)
 
     @gluon.jit
-    def free_blocks(self, first, O: gl.constexpr):
-        """Blocks [lo, hi) that each of a piece's rows sees all of."""
+    def free_keys(self, first, O: gl.constexpr):
+        """Keys [lo, hi) that each of a piece's rows sees."""
         lo = 0
         hi = self.k_len
         if O.BANDED:
             last = gl.minimum(first + PIECE, self.q_len)
             lo, hi = mask_free_range(first, last, self.left, self.right, self.diagonal, self.k_len)
+        return lo, hi
+
+    @gluon.jit
+    def free_blocks(self, first, O: gl.constexpr):
+        """Blocks [lo, hi) that each of a piece's rows sees all of."""
+        lo, hi = self.free_keys(first, O)
         return (lo + O.KEYS - 1) // O.KEYS, hi // O.KEYS
 
 
 @aggregate
 class Rings:
-    """What the producer hands the consumers. Of q, item t * consumers + c is consumer c's piece of tile t."""
+    """What the producer hands the consumers. Of q, item t * consumers + c is consumer c's piece of tile t.
+
+    With a BlockMask, whose lists the producer alone reads: counts, of tile t how many blocks it has; blocks, of block n
+    where it begins and which bits it has (`walk.visit`).
+    """
 
     tiles: Ring
     q: Ring
     k: Ring
     v: Ring
+    counts: Ring
+    blocks: Ring
 
     @gluon.constexpr_function
-    def __init__(self, tiles, q, k, v):
+    def __init__(self, tiles, q, k, v, counts, blocks):
         self.tiles = tiles
         self.q = q
         self.k = k
         self.v = v
+        self.counts = counts
+        self.blocks = blocks
 
 
 # ---- the producer ----------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, counter, rings, call, O: gl.constexpr):
+def producer(q_desc, k_desc, v_desc, counter, lengths, lists, rings, call, O: gl.constexpr):
     """One warp: claims tiles and loads Q, K and V of each.
 
     V of a block follows K of the next one, for that is the order in which they are wanted. The next tile is claimed with
     the last K of this one, as late as possible, so that it goes to the program that will be free first. The last V
     comes before the next Q, which has to wait for the buffer that a consumer reads until it has that V.
     """
-    CONSUMERS: gl.constexpr = O.ROWS // PIECE
     tile = gl.program_id(0)
     t = 0
     n = 0  # blocks loaded
     while tile < call.total:
         row, bh = tile_of(tile, call.tiles, call.together, call.total // call.tiles)
-        put_tile(rings.tiles, t, row, bh)
-        b = bh // call.heads
-        h = bh % call.heads
-        kv = h // call.group
-        for c in gl.static_range(CONSUMERS):
-            rings.q.load(t * CONSUMERS + c, q_desc, [b, h, row * O.ROWS + PIECE * c, 0])
-        lo, hi = call.blocks(row * O.ROWS, O.ROWS, O)
+        if O.PACKED:  # of all tiles that there may be
+            b, row = sequence_of(row, call.batch, call.q_len, lengths[0], O.ROWS)
+            h = bh
+        else:
+            b = bh // call.heads
+            h = bh % call.heads
+        own, q_start, q_span, k_start = call.of_sequence(b, lengths, O)
         claim = tile
+        if not O.PACKED or ((row >= 0) & (row * O.ROWS < q_span)):
+            put_pair(rings.tiles, t, row, b * call.heads + h)
+            n, claim = load_tile(
+                q_desc, k_desc, v_desc, counter, lists, t, n, claim, row, b, h, q_start, k_start, rings, own, O
+            )
+            t += 1
+        else:
+            claim = begin_claim(counter)
+        tile = end_claim(claim, counter, call.total)
+    put_pair(rings.tiles, t, tile * 0 - 1, tile * 0)
+
+
+@gluon.jit
+def load_tile(
+    q_desc, k_desc, v_desc, counter, lists, t, n, claim, row, b, h, q_start, k_start, rings, call, O: gl.constexpr
+):
+    """(n, the claim of the next tile), with Q of a tile loaded, and K and V of its blocks from number n on.
+
+    Behind a sequence's end Q and K may have whatever is there: those rows of O are not stored, those scores are masked.
+    V has zeros there, because 0 * NaN is not 0.
+    """
+    CONSUMERS: gl.constexpr = O.ROWS // PIECE
+    kv = h // call.group
+    at_b = b
+    if O.PACKED:
+        at_b = b * 0
+    for c in gl.static_range(CONSUMERS):
+        rings.q.load(t * CONSUMERS + c, q_desc, [at_b, h, q_start + row * O.ROWS + PIECE * c, 0])
+    if O.BLOCKS:
+        lo, hi = call.keys(row * O.ROWS, O.ROWS, O)
+        blocks = way(lists, b, h, b < call.batch, row, lo, hi, O)
+        count = gl.maximum(blocks[0], 1)
+        put_pair(rings.counts, t, count, count)
+        before = count * 0
+        for j in range(count):
+            j0, bits = visit(blocks, j, call.k_len, lists[11], O)
+            put_pair(rings.blocks, n, j0, bits)
+            if j == count - 1:
+                claim = begin_claim(counter)
+            rings.k.load(n, k_desc, [at_b, kv, k_start + j0, 0])
+            if j > 0:
+                rings.v.load(n - 1, v_desc, rows_of_v(b, kv, k_start, before, call, O))
+            before = j0
+            n += 1
+        rings.v.load(n - 1, v_desc, rows_of_v(b, kv, k_start, before, call, O))
+    else:
+        lo, hi = call.blocks(row * O.ROWS, O.ROWS, O)
         for j in range(hi - lo):
             block = hi - 1 - j
             if block == lo:
                 claim = begin_claim(counter)
-            rings.k.load(n, k_desc, [b, kv, block * O.KEYS, 0])
+            rings.k.load(n, k_desc, [at_b, kv, k_start + block * O.KEYS, 0])
             if j > 0:
-                rings.v.load(n - 1, v_desc, [b, kv, (block + 1) * O.KEYS, 0])
+                rings.v.load(n - 1, v_desc, rows_of_v(b, kv, k_start, (block + 1) * O.KEYS, call, O))
             n += 1
-        rings.v.load(n - 1, v_desc, [b, kv, lo * O.KEYS, 0])
-        t += 1
-        tile = end_claim(claim, counter, call.total)
-    put_tile(rings.tiles, t, tile * 0 - 1, tile * 0)
+        rings.v.load(n - 1, v_desc, rows_of_v(b, kv, k_start, lo * O.KEYS, call, O))
+    return n, claim
+
+
+@gluon.jit
+def rows_of_v(b, kv, k_start, j0, call, O: gl.constexpr):
+    """Where V's descriptor has the block at key j0 of a sequence."""
+    if O.PACKED or O.K_LENS:
+        return clipped(b * call.v_apart + k_start, call.k_len, kv, j0)
+    else:
+        return [b, kv, j0, 0]
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -162,9 +262,9 @@ def producer(q_desc, k_desc, v_desc, counter, rings, call, O: gl.constexpr):
 
 @gluon.jit
 def matrix(buffer):
-    """A block of one head, (1, 1, rows, columns) in shared memory, as (rows, columns)."""
-    ROWS: gl.constexpr = buffer.shape[2]
-    COLUMNS: gl.constexpr = buffer.shape[3]
+    """A block of one head, (..., rows, columns) in shared memory, as (rows, columns)."""
+    ROWS: gl.constexpr = buffer.shape[len(buffer.shape) - 2]
+    COLUMNS: gl.constexpr = buffer.shape[len(buffer.shape) - 1]
     return buffer.reshape([ROWS, COLUMNS])
 
 
@@ -219,18 +319,42 @@ def mask(S, first, j0, call, O: gl.constexpr):
 
 
 @gluon.jit
+def bits_mask(S, bits, tile, j0, C: gl.constexpr):
+    """-inf where a BlockMask's bit tile hides the pair.
+
+    bits: the pool, (128, 4) int32 a tile: a row's words of 32 keys. Of a word a lane has the bits 8 a + 2 lane + b: shifted
+    by 2 lane once, it is tested with constants.
+    """
+    WORDS: gl.constexpr = S.shape[1] // 32
+    S5 = S.reshape([PIECE, WORDS, 4, 4, 2])
+    side_by_side: gl.constexpr = gl.DistributedLinearLayout(
+        ([[0, 1], [0, 2]] if WORDS == 4 else [[0, 1]]) + [[8, 0]],
+        [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [PIECE, WORDS],
+    )  # fmt: skip
+    i = gl.arange(0, PIECE, gl.SliceLayout(1, side_by_side))[:, None]
+    w = gl.arange(0, WORDS, gl.SliceLayout(0, side_by_side))[None, :]
+    pool = bits.to(gl.pointer_type(gl.int32), bitcast=True) + tile.to(gl.int64) * (TILE * TILE // 32)
+    at = (PIECE * C + i) * (TILE // 32) + j0 % TILE // S.shape[1] * WORDS + w
+    word = gl.load(pool + at)
+    of_lane: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, S5.type.layout)))
+    word = gl.convert_layout(word, of_lane, assert_trivial=True)[:, :, None, None, None] >> (2 * numbers(3, S5))
+    S5 = gl.where((word & (1 << (8 * numbers(2, S5) + numbers(4, S5)))) != 0, S5, -INF)
+    return gl.convert_layout(S5.reshape(S.shape), S.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def numbers(dim: gl.constexpr, x):
-    """0, 1, 2, ... along one of x's four dimensions; of size 1 along the others."""
-    n = gl.arange(0, x.shape[dim], _without_others(dim, x.type.layout))
-    for other in gl.static_range(4):
+    """0, 1, 2, ... along one of x's dimensions; of size 1 along the others."""
+    n = gl.arange(0, x.shape[dim], _without_others(dim, len(x.shape), x.type.layout))
+    for other in gl.static_range(len(x.shape)):
         if other != dim:
             n = gl.expand_dims(n, other)
     return n
 
 
 @gluon.constexpr_function
-def _without_others(dim, layout):
-    for other in (3, 2, 1, 0):
+def _without_others(dim, rank, layout):
+    for other in reversed(range(rank)):
         if other != dim:
             layout = gl.SliceLayout(other, layout)
     return layout
@@ -301,8 +425,11 @@ def finalize(m, l, sink, h, SINK: gl.constexpr):
 
 
 @gluon.jit
-def step(P, o, m, l, q, n, first, j0, masked, rings, call, C: gl.constexpr, O: gl.constexpr):
-    """S of block n and O += P V of the block before; both are in flight at once, and P V during the softmax of S."""
+def step(P, o, m, l, q, n, first, j0, masked, bits, tile, rings, call, C: gl.constexpr, O: gl.constexpr):
+    """S of block n and O += P V of the block before; both are in flight at once, and P V during the softmax of S.
+
+    masked: the Band, or the sequence's end, hides some of it. tile: with a BlockMask, of its bits, or -1.
+    """
     CONSUMERS: gl.constexpr = O.ROWS // PIECE
     k = rings.k.wait(n)
     take_turn(C)
@@ -315,6 +442,8 @@ def step(P, o, m, l, q, n, first, j0, masked, rings, call, C: gl.constexpr, O: g
     S = cap(S, call, O)
     if O.MASKED and masked:
         S = mask(S, first, j0, call, O)
+    if O.BLOCKS and tile >= 0:
+        S = bits_mask(S, bits, tile, j0, C)
     P_next, m, l, alpha = softmax(S, m, l, call, O.MASKED, O)
     stay_before(l)
     o = warpgroup_mma_wait(0, [o])
@@ -348,7 +477,17 @@ def half_block(m, l, q, n, first, j0, rings, call, O: gl.constexpr):
 
 
 @gluon.jit
-def consumer(o_desc, o_buffers, lse, sink, rings, call, C: gl.constexpr, O: gl.constexpr):
+def which_block(n, block, free_lo, free_hi, rings, O: gl.constexpr):
+    """(first key of block n; whether a row does not see it all; with a BlockMask, its bit tile or -1): the block-th in order."""
+    if O.BLOCKS:
+        j0, bits = take_pair(rings.blocks, n)
+        return j0, (j0 < free_lo) | (j0 + O.KEYS > free_hi), bits - 1
+    else:
+        return block * O.KEYS, (block < free_lo) | (block >= free_hi), -1
+
+
+@gluon.jit
+def consumer(o_desc, o_buffers, lse, sink, lengths, bits, rings, call, C: gl.constexpr, O: gl.constexpr):
     """One warpgroup: rows [64 C, 64 C + 64) of each tile.
 
     Of a tile's blocks the other consumers may see some that this one does not: those it hands back as they come, and
@@ -367,14 +506,22 @@ def consumer(o_desc, o_buffers, lse, sink, rings, call, C: gl.constexpr, O: gl.c
         pass_turn(0)
     t = 0
     n = 0  # blocks taken
-    row, bh = take_tile(rings.tiles, 0)
+    row, bh = take_pair(rings.tiles, 0)
     while row >= 0:
         first = row * O.ROWS + PIECE * C
-        tile_lo, tile_hi = call.blocks(row * O.ROWS, O.ROWS, O)
-        lo, hi = call.blocks(first, PIECE, O)
-        lo = gl.minimum(gl.maximum(lo, tile_lo), tile_hi - 1)
-        hi = gl.minimum(gl.maximum(hi, lo + 1), tile_hi)
-        free_lo, free_hi = call.free_blocks(first, O)
+        own, q_start, q_span, _ = call.of_sequence(bh // call.heads, lengths, O)
+        if O.BLOCKS:  # all consumers see the same ones
+            tile_lo = 0
+            tile_hi, _ = take_pair(rings.counts, t)
+            lo = tile_lo
+            hi = tile_hi
+            free_lo, free_hi = own.free_keys(first, O)
+        else:
+            tile_lo, tile_hi = own.blocks(row * O.ROWS, O.ROWS, O)
+            lo, hi = own.blocks(first, PIECE, O)
+            lo = gl.minimum(gl.maximum(lo, tile_lo), tile_hi - 1)
+            hi = gl.minimum(gl.maximum(hi, lo + 1), tile_hi)
+            free_lo, free_hi = own.free_blocks(first, O)
 
         above = tile_hi - hi
         for j in range(above):
@@ -394,16 +541,17 @@ def consumer(o_desc, o_buffers, lse, sink, rings, call, C: gl.constexpr, O: gl.c
         o = gl.zeros([PIECE, V_WIDTH], gl.float32, o_layout)
         half = False
         if O.HALF:
-            seen = gl.minimum(gl.minimum(first + PIECE, call.q_len) + call.diagonal + call.right, call.k_len)
+            seen = gl.minimum(gl.minimum(first + PIECE, own.q_len) + own.diagonal + own.right, own.k_len)
             half = (seen <= (hi - 1) * O.KEYS + O.KEYS // 2) & (hi - lo > 1)
             if half:
                 if above > 0:
                     rings.v.skip(n - 1)
                     above = above * 0
-                o, m, l = half_block(m, l, q, n, first, (hi - 1) * O.KEYS, rings, call, O)
+                o, m, l = half_block(m, l, q, n, first, (hi - 1) * O.KEYS, rings, own, O)
                 n += 1
                 hi -= 1
                 take_turn(C)
+        j0, masked, bits_tile = which_block(n, hi - 1, free_lo, free_hi, rings, O)
         k = rings.k.wait(n)
         S = scores(q, matrix(k))
         if O.HALF and half:
@@ -413,17 +561,18 @@ def consumer(o_desc, o_buffers, lse, sink, rings, call, C: gl.constexpr, O: gl.c
         if above > 0:
             rings.v.skip(n - 1)
         S = cap(S, call, O)
-        if (hi - 1 < free_lo) | (hi - 1 >= free_hi):
-            S = mask(S, first, (hi - 1) * O.KEYS, call, O)
+        if masked:
+            S = mask(S, first, j0, own, O)
+        if O.BLOCKS and bits_tile >= 0:
+            S = bits_mask(S, bits, bits_tile, j0, C)
         P, m, l, alpha = softmax(S, m, l, call, True, O)
         P = gl.convert_layout(P.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
         if O.HALF and half:
             o = rescale(o, alpha)
         n += 1
         for j in range(1, hi - lo):
-            block = hi - 1 - j
-            masked = (block < free_lo) | (block >= free_hi)
-            P, o, m, l = step(P, o, m, l, q, n, first, block * O.KEYS, masked, rings, call, C, O)
+            j0, masked, bits_tile = which_block(n, hi - 1 - j, free_lo, free_hi, rings, O)
+            P, o, m, l = step(P, o, m, l, q, n, first, j0, masked, bits, bits_tile, rings, own, C, O)
             n += 1
         if not O.O_IN_Q:
             rings.q.release(item)
@@ -444,58 +593,93 @@ def consumer(o_desc, o_buffers, lse, sink, rings, call, C: gl.constexpr, O: gl.c
         factor, L = finalize(m, l_row, sink, h, O.SINK)
         factor = gl.convert_layout(factor, gl.SliceLayout(1, o_layout), assert_trivial=True)
         at = first + gl.arange(0, PIECE, m_layout)
-        gl.store(lse + bh.to(gl.int64) * call.q_len + at, L, mask=at < call.q_len)
+        rows = lse + bh.to(gl.int64) * call.q_len
+        if O.PACKED:
+            rows = lse + h.to(gl.int64) * call.q_len + q_start
+        o *= factor[:, None]
+        if O.VARIED:
+            L = gl.where(at < own.q_len, L, -INF)
+            used = gl.convert_layout(at < own.q_len, gl.SliceLayout(1, o_layout), assert_trivial=True)
+            o = gl.where(used[:, None], o, 0.0)  # what is behind the end may be NaN
+        gl.store(rows + at, L, mask=at < q_span)
         if O.O_IN_Q:
             buffer = q_buffer
         else:
             buffer = o_buffers.index(C)
             wait_for_stores()
-        store_by_tma((o * factor[:, None]).to(dtype), buffer, o_desc, [b, h, first, 0])
+        if O.PACKED:
+            store_by_tma(o.to(dtype), buffer, o_desc, clipped(q_start, q_span, h, first))
+        else:
+            store_by_tma(o.to(dtype), buffer, o_desc, [b, h, first, 0])
         if O.O_IN_Q:
             wait_for_stores()
             rings.q.release(item)
         t += 1
-        row, bh = take_tile(rings.tiles, t)
+        row, bh = take_pair(rings.tiles, t)
     wait_for_stores()
+
+
+@gluon.constexpr_function
+def stacked(n, block):
+    """The shape of n buffers of a block."""
+    return [n, *block]
 
 
 @gluon.jit(
     do_not_specialize=[
         "q_len", "k_len", "diagonal", "left", "right", "scale", "softcap", "heads", "group", "tiles", "together", "total",
+        "batch", "v_apart", "blocks_b", "blocks_h", "blocks_n", "blocks_m", "base", "i0", "j0",
     ]
 )  # fmt: skip
 def forward_kernel(
-    o, q, k, v, lse, sink, counter,
-    q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total, O: gl.constexpr,
+    o, q, k, v, lse, sink, counter, cu_q, cu_k, q_lens, k_lens, full_count, full, mixed_count, mixed, mixed_bits, bits,
+    q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total, batch, v_apart,
+    blocks_b, blocks_h, blocks_n, blocks_m, base, i0, j0, O: gl.constexpr,
 ):  # fmt: skip
     """o, q, k, v: TMA descriptors of (B, H, S, D) in blocks of 64 rows (o, q) or KEYS; lse (B, Hq, Sq), contiguous.
 
-    sink: (Hq,) or None. counter: one int32, 0 before the launch and after it.
+    Packed: q and k of (1, H, T, D), o and v `tensors.ragged`, v with k_lens too; lse (Hq, T), q_len and k_len are T.
+    sink: (Hq,) or None. counter: one int32, 0 before the launch and after it. full_count ... bits: a BlockMask's
+    query-major lists and its pool, or None; blocks_*: their strides; base: where (b, h) = 0 is among their rows.
     """
     CONSUMERS: gl.constexpr = O.ROWS // PIECE
-    tile_buffers = gl.allocate_shared_memory(gl.int64, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_buffers = gl.allocate_shared_memory(q.dtype, [O.QUERIES * CONSUMERS, 1, 1, PIECE, O.WIDTH], q.layout)
-    k_buffers = gl.allocate_shared_memory(k.dtype, [O.STAGES, 1, 1, O.KEYS, O.WIDTH], k.layout)
-    v_buffers = gl.allocate_shared_memory(v.dtype, [O.STAGES, 1, 1, O.KEYS, O.V_WIDTH], v.layout)
+    pair: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tile_buffers = gl.allocate_shared_memory(gl.int64, [2, 1], pair)
+    q_buffers = gl.allocate_shared_memory(q.dtype, stacked(O.QUERIES * CONSUMERS, q.block_shape), q.layout)
+    k_buffers = gl.allocate_shared_memory(k.dtype, stacked(O.STAGES, k.block_shape), k.layout)
+    v_buffers = gl.allocate_shared_memory(v.dtype, stacked(O.STAGES, v.block_shape), v.layout)
     o_buffers = q_buffers
     if not O.O_IN_Q:
-        o_buffers = gl.allocate_shared_memory(o.dtype, [CONSUMERS, 1, 1, PIECE, O.V_WIDTH], o.layout)
+        o_buffers = gl.allocate_shared_memory(o.dtype, stacked(CONSUMERS, o.block_shape), o.layout)
+    tile_ring = ring_of(tile_buffers, CONSUMERS)
+    count_ring = tile_ring
+    block_ring = tile_ring
+    if O.BLOCKS:
+        count_ring = ring_of(gl.allocate_shared_memory(gl.int64, [2, 1], pair), CONSUMERS)
+        block_ring = ring_of(gl.allocate_shared_memory(gl.int64, [4, 1], pair), CONSUMERS)
     rings = Rings(
-        ring_of(tile_buffers, CONSUMERS), ring_of(q_buffers, 1), ring_of(k_buffers, CONSUMERS), ring_of(v_buffers, CONSUMERS)
+        tile_ring, ring_of(q_buffers, 1), ring_of(k_buffers, CONSUMERS), ring_of(v_buffers, CONSUMERS),
+        count_ring, block_ring,
     )  # fmt: skip
     fence_async_shared()
-    call = Call(q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total)
+    call = Call(
+        q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total, batch, v_apart
+    )
+    lengths = (cu_q, cu_k, q_lens, k_lens)
+    lists = (
+        full_count, full, mixed_count, mixed, mixed_bits, blocks_b, blocks_h, blocks_n, blocks_m, base, i0, j0,
+    )  # fmt: skip
     # Arguments that are compile-time constants stay that only in tuples written in the call.
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consumer, (o, o_buffers, lse, sink, rings, call, 0, O)),
-            (consumer, (o, o_buffers, lse, sink, rings, call, 1, O)),
-            (producer, (q, k, v, counter, rings, call, O)),
+            (consumer, (o, o_buffers, lse, sink, lengths, bits, rings, call, 0, O)),
+            (consumer, (o, o_buffers, lse, sink, lengths, bits, rings, call, 1, O)),
+            (producer, (q, k, v, counter, lengths, lists, rings, call, O)),
         ], [4, 1], [O.CONSUMER_REGISTERS, O.PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (o, o_buffers, lse, sink, rings, call, 0, O)),
-            (consumer, (o, o_buffers, lse, sink, rings, call, 1, O)),
-            (consumer, (o, o_buffers, lse, sink, rings, call, 2, O)),
-            (producer, (q, k, v, counter, rings, call, O)),
+            (consumer, (o, o_buffers, lse, sink, lengths, bits, rings, call, 0, O)),
+            (consumer, (o, o_buffers, lse, sink, lengths, bits, rings, call, 1, O)),
+            (consumer, (o, o_buffers, lse, sink, lengths, bits, rings, call, 2, O)),
+            (producer, (q, k, v, counter, lengths, lists, rings, call, O)),
         ], [4, 4, 1], [O.CONSUMER_REGISTERS, O.CONSUMER_REGISTERS, O.PRODUCER_REGISTERS])  # fmt: skip

@@ -2,7 +2,7 @@
 
     Ring: acquire, commit | wait, release   items 0, 1, 2, ... go round through STAGES buffers
     begin_claim, end_claim                  the next tile, from a counter that all programs share
-    put_tile | take_tile                    it goes to the consumers through a Ring, too
+    put_pair | take_pair                    it goes to the consumers through a Ring, too
     take_turn, pass_turn                    ping-pong: one consumer's softmax under the others' matmuls
 
 A Ring's item number says all: its buffer is number n % STAGES, and a buffer's barriers have completed n // STAGES times
@@ -118,20 +118,23 @@ def _bytes_of_one(dtype, shape):
 
 
 @gluon.jit
-def put_tile(tiles, n, row, bh):
-    """The producer tells the consumers the n-th tile of this program: tile `row` of the queries of head bh; -1: no more."""
+def put_pair(ring, n, a, b):
+    """The producer tells the consumers two int32 as item n, b >= 0.
+
+    Of tiles, (tile of the queries, head): the n-th tile of this program; (-1, 0): no more.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    both = (row.to(gl.int64) << 32) | bh.to(gl.int64)
-    tiles.acquire(n).store(gl.full([1], 0, gl.int64, layout) + both)
-    tiles.commit(n)
+    both = (a.to(gl.int64) << 32) | b.to(gl.int64)
+    ring.acquire(n).store(gl.full([1], 0, gl.int64, layout) + both)
+    ring.commit(n)
 
 
 @gluon.jit
-def take_tile(tiles, n):
-    """(row, bh) of the n-th tile."""
+def take_pair(ring, n):
+    """Item n's two numbers."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    both = gl.max(tiles.wait(n).load(layout), 0)
-    tiles.release(n)
+    both = gl.max(ring.wait(n).load(layout), 0)
+    ring.release(n)
     return uniform((both >> 32).to(gl.int32)), uniform(both.to(gl.int32))
 
 
