@@ -196,6 +196,7 @@ class Block:
         names = {**plain.__globals__, **{n: getattr(mask, n) for n in ("key_range", "mask_free_range", "tile_of")}}
         names |= {
             "gl": _Language(self.program, self.programs), "mbarrier": self, "tma_load": self.tma_load, "PIECE": 64,
+            "TILE": 128, "FAR": FAR,
             "put_pair": self.put_pair, "take_pair": self.take_pair, "begin_claim": self.begin_claim,
             "end_claim": self.end_claim, "take_turn": self.take_turn, "pass_turn": self.pass_turn,
             "matrix": lambda buffer: buffer[0], "scores": self.scores, "warpgroup_mma": self.multiply, "INF": torch.inf,
@@ -249,7 +250,7 @@ class Block:
     def end_claim(self, claim: int, counter: list[int], total: int) -> int:
         if claim == total - 1:
             counter[0] = 0
-        return claim + self.programs
+        return _Int(claim + self.programs)
 
     def take_turn(self, consumer: int) -> None:
         self.scheduler.until(lambda: bool(self.turns[consumer]))

@@ -315,6 +315,7 @@ def test_sequences_and_block_masks_played(seed: int) -> None:
     from hopper_machine import NO_LISTS, Block, Pointer
 
     from tilewise.kernels.hopper import host
+    from tilewise.kernels.tensors import FAR
 
     r = random.Random(seed)
     packed, blocks = r.choice((False, True)), r.choice((False, True))
@@ -356,7 +357,7 @@ def test_sequences_and_block_masks_played(seed: int) -> None:
     numbers = {
         "q_len": q_len, "k_len": k_len, "diagonal": diagonal, "left": band.bounds[0], "right": band.bounds[1],
         "heads": problem.heads, "group": group, "tiles": tiles, "together": r.choice((1, 2, 3)), "total": total,
-        "batch": batch,
+        "batch": batch, **({"v_apart": 0} if packed else {}),
     }  # fmt: skip
     contents = [cu_q if packed else None, cu_k if packed else None, used_q if q_lens else None, used_k if k_lens else None]
     programs, counter, log = min(total, r.choice((1, 2, 3, 99))), [0], []
@@ -369,28 +370,30 @@ def test_sequences_and_block_masks_played(seed: int) -> None:
         log += block.log
     assert counter == [0]
 
-    # What is stored: each row of memory once.
+    # What is stored: each row of memory once. A consumer's blocks are those of what it stores next.
     ends = [*spans_q, q_len - cu_q[-1]] if packed else spans_q
     pieces = {
         (s, h, first) for s, span in enumerate(ends) for h in range(problem.heads)
         for at in range(0, span, rows) for first in range(at, at + rows, config.PIECE)
     }  # fmt: skip
-    stored = [entry[2] for entry in log if entry[0] == "store"]
-    if packed:
-        starts = {(start, start + span): s for s, (start, span) in enumerate(zip(cu_q, ends, strict=True)) if span}
-        found = [(end, h, row + end - 2**30) for _, end, h, row, _ in stored]
-        by_end = {end: (start, s) for (start, end), s in starts.items()}
-        stored = [(by_end[end][1], h, row - by_end[end][0]) for end, h, row in found]
-    assert sorted(entry[:3] for entry in stored) == sorted(pieces)
+    by_end = {sum(ends[: s + 1]): s for s, span in enumerate(ends) if span}
+    stored, taken, since = [], {}, defaultdict(list)
+    for what, consumer, *entry in log:
+        if what == "block":
+            since[consumer].append(entry)
+            continue
+        s, h, first = entry[0][:3]
+        if packed:
+            _, end, h, row, _ = entry[0]
+            s = by_end[end]
+            first = row + ends[s] - FAR
+        stored.append((s, h, first))
+        taken[s, h, first] = since.pop(consumer)
+    assert sorted(stored) == sorted(pieces)
 
     # What each of a sequence's rows saw.
-    taken = defaultdict(list)
-    for _, _, (q_b, h, row), (k_b, k_h, key), masked, tile in (entry for entry in log if entry[0] == "block"):
-        assert k_h == h // group
-        taken[q_b, h, row].append((k_b, key, masked, tile))
     for s, h, first in pieces:
         start_q, start_k = (cu_q[s], cu_k[s]) if packed else (0, 0)
-        seen_blocks = taken[0 if packed else s, h, start_q + first]
         if s == batch:
             continue
         n, m = used_q[s], used_k[s]
@@ -406,8 +409,9 @@ def test_sequences_and_block_masks_played(seed: int) -> None:
             padded[: dense.shape[0], : dense.shape[1]] = dense
             true &= padded[origin[2] + i, origin[3] + j]
         got = torch.zeros_like(true)
-        for k_b, key, masked, tile in seen_blocks:
-            assert k_b == (0 if packed else s)
+        for (q_b, q_h, row), (k_b, k_h, key), masked, tile in taken[s, h, first]:
+            assert q_b == k_b == (0 if packed else s)
+            assert (q_h, k_h, row) == (h, h // group, start_q + first)
             j0 = key - start_k
             here = slice(j0, j0 + cfg.keys)
             part = banded[:, here] if masked else torch.ones_like(banded[:, here])
