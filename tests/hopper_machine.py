@@ -19,13 +19,13 @@ from tilewise import mask
 from tilewise.kernels.hopper import forward, pipeline, walk
 from tilewise.kernels.tensors import FAR
 
-
 CALL = (
     "q_len", "k_len", "diagonal", "left", "right", "scale", "softcap", "heads", "group", "tiles", "together", "total",
     "batch", "v_apart",
 )  # fmt: skip
 PLAYED = {  # functions that the partitions call, as the Python that they are
-    "step", "load_tile", "rows_of_v", "which_block", "extent", "sequence_of", "clamped", "clipped", "live", "way", "visit",
+    "step", "load_tile", "rows_of_v", "which_block", "extent", "sequence_of", "clamped", "clipped", "live", "way",
+    "visit",
 }  # fmt: skip
 
 

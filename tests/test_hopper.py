@@ -29,8 +29,8 @@ FULL = Band()
 
 def problem_of(
     d: int = 64, v_dim: int | None = None, band: Band = FULL, dtype: torch.dtype = BF16, q_len: int = 200,
-    k_len: int | None = None, batch: int = 1, heads: int = 2, kv_heads: int | None = None, layout: Layout = Layout.DENSE,
-    blocks: bool = False, q_lens: bool = False, k_lens: bool = False, **options: Any,
+    k_len: int | None = None, batch: int = 1, heads: int = 2, kv_heads: int | None = None,
+    layout: Layout = Layout.DENSE, blocks: bool = False, q_lens: bool = False, k_lens: bool = False, **options: Any,
 ) -> Problem:  # fmt: skip
     kv, k_len = kv_heads or heads, k_len or q_len
     q, k, v = (
@@ -74,16 +74,9 @@ def test_what_it_does_not_take(options: dict[str, Any], reason: str) -> None:
 
 def test_masks_and_layouts_that_it_does_not_take() -> None:
     pytest.importorskip("triton")
-    seen = torch.ones(200, 200, dtype=torch.bool)
-    q = torch.empty(200, 2, 64, dtype=F16)
-    packed = Problem.of(q, q, q, cu_seqlens_q=torch.tensor([0, 200], dtype=torch.int32))[0]
-    assert backend.why_not(replace(packed, device="sm90")) == "it does not take packed sequences yet"
-    q = torch.empty(1, 2, 200, 64, dtype=F16)
-    for mask, name in ((seen, "a boolean mask"), (tilewise.BlockMask.from_dense(seen), "a block mask")):
-        problem = replace(Problem.of(q, q, q, mask=mask)[0], device="sm90")
-        assert backend.why_not(problem) == f"it does not take {name} yet"
-    for side in ("q_lens", "k_lens"):
-        assert backend.why_not(replace(problem_of(), **{side: True})) == "it does not take lengths yet"
+    seen, q = torch.ones(200, 200, dtype=torch.bool), torch.empty(1, 2, 200, 64, dtype=F16)
+    problem = replace(Problem.of(q, q, q, mask=seen)[0], device="sm90")
+    assert backend.why_not(problem) == "it does not take a boolean mask yet"
     assert backend.why_not(replace(problem_of(), device="sm100")) == "it is for Hopper GPUs, sm90 (q is on sm100)"
     assert backend.why_not(replace(problem_of(), device="cpu")) == "it is for Hopper GPUs, sm90 (q is on cpu)"
 
@@ -97,6 +90,21 @@ def test_what_it_takes(d: int, v_dim: int, band: Band) -> None:
     )
     assert backend.why_not(problem) is None
     assert "hopper: chosen\n" in tilewise.explain(problem)
+
+
+def test_what_only_its_forward_takes() -> None:
+    pytest.importorskip("triton")
+    seen, q = tilewise.BlockMask.butterfly(200, 200), torch.empty(200, 2, 64, dtype=F16)
+    packed = replace(Problem.of(q, q, q, cu_seqlens_q=torch.tensor([0, 200], dtype=torch.int32))[0], device="sm90")
+    blocks = replace(Problem.of(*[q[None].transpose(1, 2)] * 3, mask=causal & seen)[0], device="sm90")
+    lengths = [replace(problem_of(), **{side: True}) for side in ("q_lens", "k_lens")]
+    for problem, reason in (
+        (packed, "its backward takes sequences of one length"), (blocks, "its backward takes no block mask yet"),
+        *((problem, "its backward takes sequences of one length") for problem in lengths),
+    ):  # fmt: skip
+        assert backend.why_not(problem) is None
+        assert backend.backward_without(problem) == reason
+    assert backend.backward_without(problem_of()) is None
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -125,6 +133,15 @@ def test_a_configuration_depends_on_no_batch_and_no_heads() -> None:
             assert config.choose(some) == config.choose(replace(some, batch=777, heads=12, kv_heads=3, needs_grad=True))
 
 
+def test_tiles_of_block_masks_have_its_rows_and_packed_ones_do_not_ask_for_tokens() -> None:
+    for d in config.WIDTHS:
+        cfg = config.choose(problem_of(d, blocks=True, q_len=5000))
+        assert (cfg.rows, 128 % cfg.keys) == (128, 0)
+        for band in (FULL, causal):
+            few, many = (config.choose(problem_of(d, band=band, q_len=n, layout=Layout.PACKED)) for n in (100, 5000))
+            assert few == many
+
+
 def test_a_window_of_everything_has_the_configuration_of_causal() -> None:
     """For it must have its bits: those depend on the blocks of keys, and on what becomes of a piece's first one."""
     for d in config.WIDTHS:
@@ -148,12 +165,20 @@ KINDS: dict[str, dict[str, Any]] = {
     "full": {"q_len": 1000}, "causal": {"band": causal, "q_len": 1024}, "long": {"band": causal, "q_len": 4096},
     "ragged": {"band": causal, "q_len": 1000, "k_len": 1017}, "window": {"band": sliding_window(100), "q_len": 4096},
     "dressed": {"band": causal, "q_len": 1000, "k_len": 1017, "softcap": 20.0, "sink": meta(2)},
+    "packed": {"layout": Layout.PACKED, "batch": 3}, "blocks": {"blocks": True, "q_len": 1024},
+    "packed causal": {"layout": Layout.PACKED, "batch": 3, "band": causal},
+    "lengths": {"batch": 3, "q_len": 1000, "q_lens": True, "k_lens": True},
+    "every": {
+        "layout": Layout.PACKED, "batch": 3, "blocks": True, "band": sliding_window(100), "q_lens": True,
+        "k_lens": True, "softcap": 20.0, "sink": meta(2),
+    },
 }  # fmt: skip
 SOME = [
     (64, 64, BF16, "full"), (64, 64, BF16, "causal"), (64, 64, BF16, "long"), (128, 128, BF16, "full"),
     (128, 128, BF16, "causal"), (128, 128, F16, "causal"), (128, 128, BF16, "window"),
     (128, 128, BF16, "dressed"), (256, 256, BF16, "full"),
-    (256, 256, BF16, "ragged"), (192, 128, BF16, "causal"),
+    (256, 256, BF16, "ragged"), (192, 128, BF16, "causal"), (128, 128, BF16, "packed causal"),
+    (128, 128, BF16, "blocks"), (64, 64, BF16, "packed"),
 ]  # fmt: skip
 SPILLS = {"3.9": 144}  # bytes, by what its newer ptxas keeps from tile to tile at d 256; in no loop over keys
 UNLIKE = [(256, 128), (128, 256), (128, 64), (64, 128), (256, 64), (64, 256)]
@@ -324,10 +349,14 @@ def test_sequences_and_block_masks_played(seed: int) -> None:
     alike = packed and r.random() < 0.5
     lengths = (0, 1, 33, 64, 65, 127, 128, 129, 200, 300)
     spans_q = [r.choice(lengths) for _ in range(batch)] if packed else [r.choice(lengths[1:])] * batch
-    spans_k = spans_q if alike else [r.choice(lengths) for _ in range(batch)] if packed else [r.choice(lengths[1:])] * batch
+    spans_k = (
+        spans_q if alike else [r.choice(lengths) for _ in range(batch)] if packed else [r.choice(lengths[1:])] * batch
+    )
     cu_q, cu_k = ([sum(spans[:n]) for n in range(batch + 1)] for spans in (spans_q, spans_k))
     q_len, k_len = (cu_q[-1] + 5, cu_k[-1] + r.choice((0, 70))) if packed else (spans_q[0], spans_k[0])
-    used_q, used_k = ([r.randint(0, n) for n in spans] if lens else spans for lens, spans in ((q_lens, spans_q), (k_lens, spans_k)))
+    used_q, used_k = (
+        [r.randint(0, n) for n in spans] if lens else spans for lens, spans in ((q_lens, spans_q), (k_lens, spans_k))
+    )
     band = r.choice((
         FULL, FULL, causal, causal, Band(None, r.randint(-9, 300)), Band(r.randint(0, 300), None),
         Band(None, 0, "top_left"), Band(r.randint(0, 300), r.randint(-5, 9)), Band(-5, 3),
@@ -339,7 +368,7 @@ def test_sequences_and_block_masks_played(seed: int) -> None:
     )  # fmt: skip
     varied = packed or q_lens or k_lens
     diagonal = origin[2] - origin[3]
-    known = band.align == "top_left" or not (q_lens or k_lens) and (alike or not packed)
+    known = band.align == "top_left" or (not (q_lens or k_lens) and (alike or not packed))
     if not varied:
         diagonal += band.offset(q_len, k_len)
     rows = 128 if blocks else r.choice((128, 192))
@@ -359,7 +388,12 @@ def test_sequences_and_block_masks_played(seed: int) -> None:
         "heads": problem.heads, "group": group, "tiles": tiles, "together": r.choice((1, 2, 3)), "total": total,
         "batch": batch, **({"v_apart": 0} if packed else {}),
     }  # fmt: skip
-    contents = [cu_q if packed else None, cu_k if packed else None, used_q if q_lens else None, used_k if k_lens else None]
+    contents = [
+        cu_q if packed else None,
+        cu_k if packed else None,
+        used_q if q_lens else None,
+        used_k if k_lens else None,
+    ]
     programs, counter, log = min(total, r.choice((1, 2, 3, 99))), [0], []
     for program in range(programs):
         block = Block(
@@ -402,7 +436,11 @@ def test_sequences_and_block_masks_played(seed: int) -> None:
         i, j = torch.arange(first, min(first + config.PIECE, n))[:, None], torch.arange(m + 2 * cfg.keys)
         offset = origin[2] - origin[3] + band.offset(n, m)
         banded = band.visible(i, j, offset) & (j < m)
-        dense = None if mask is None else mask.to_dense()[min(origin[0] + s, mask.batch - 1), min(origin[1] + h, mask.heads - 1)]
+        dense = (
+            None
+            if mask is None
+            else mask.to_dense()[min(origin[0] + s, mask.batch - 1), min(origin[1] + h, mask.heads - 1)]
+        )
         true = banded.clone()
         if dense is not None:
             padded = torch.zeros(2048, 2048, dtype=torch.bool)

@@ -48,7 +48,7 @@ class Options:
     PRODUCER_REGISTERS: int
 
     @property
-    def VARIED(self) -> bool:  # noqa: N802
+    def VARIED(self) -> bool:
         """Sequences have lengths of their own."""
         return self.PACKED or self.Q_LENS or self.K_LENS
 
@@ -119,9 +119,7 @@ NO_LISTS = (0, 0, 0, 0)
 
 
 @lru_cache(maxsize=READY)
-def launch_of(
-    problem: Problem, origin: Origin, at_once: int, alike: bool, lists: Strides, *of_rows: Strides
-) -> Launch:
+def launch_of(problem: Problem, origin: Origin, at_once: int, alike: bool, lists: Strides, *of_rows: Strides) -> Launch:
     """at_once: how many programs the device holds. alike: queries and keys are packed alike. lists: `lists_of`."""
     cfg = config.choose(problem)
     left, right = problem.band.bounds
