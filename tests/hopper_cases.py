@@ -102,7 +102,7 @@ def with_lengths(r: random.Random, case: Case, row: dict[str, Any]) -> Case:
         cu = {}
         for side, length in (("q", case.q_len), ("k", case.k_len)):
             cuts = sorted(r.choices(range(length + 1), k=case.batch - 1))
-            cu[side] = (0, *cuts, max([*cuts, length - r.choice((0, 0, 7))]))
+            cu[side] = (0, *cuts, max([0, *cuts, length - r.choice((0, 0, 7))]))
         if row["layout"] == "packed":
             case, cu["k"] = replace(case, k_len=case.q_len), cu["q"]
         spans = {side: [b - a for a, b in pairwise(ends)] for side, ends in cu.items()}
