@@ -181,6 +181,7 @@ SOME = [
     (128, 128, BF16, "blocks"), (64, 64, BF16, "packed"),
 ]  # fmt: skip
 SPILLS = {"3.9": 144}  # bytes, by what its newer ptxas keeps from tile to tile at d 256; in no loop over keys
+SPILLS_OF_ALL = 96  # of a kernel with every option: numbers of a tile, in no loop over keys either
 UNLIKE = [(256, 128), (128, 256), (128, 64), (64, 128), (256, 64), (64, 256)]
 EVERY = [(d, d, dtype, kind) for d in config.WIDTHS for dtype in (BF16, F16) for kind in KINDS]
 EVERY += [(d, v_dim, BF16, kind) for d, v_dim in UNLIKE for kind in ("full", "long", "window")]
@@ -246,7 +247,7 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
     from tilewise.kernels.launch import resources
 
     taken = resources(binary)
-    assert taken.spilled <= SPILLS.get(triton.__version__[:3], 0)
+    assert taken.spilled <= SPILLS.get(triton.__version__[:3], 0) + (SPILLS_OF_ALL if kind == "every" else 0)
     assert not taken.unwritten, "ptxas left out an instruction"
     bytes_of_tiles = config.shared_bytes(cfg, config.width(d), config.width(v_dim))
     assert bytes_of_tiles < taken.shared <= min(bytes_of_tiles + 1024, config.SHARED)
