@@ -21,7 +21,6 @@ from tilewise.kernels.tensors import FAR
 
 CALL = (
     "q_len", "k_len", "diagonal", "left", "right", "scale", "softcap", "heads", "group", "tiles", "together", "total",
-    "batch", "v_apart",
 )  # fmt: skip
 PLAYED = {  # functions that the partitions call, as the Python that they are
     "step", "load_tile", "rows_of_v", "which_block", "extent", "sequence_of", "clamped", "clipped", "live", "way",
@@ -131,12 +130,12 @@ NO_LISTS = (None,) * 5 + (0,) * 7
 class Block:
     """One program: its rings, its turns, and a log of (consumer, what, ...).
 
-    lengths: pointers to cu_q, cu_k, q_lens, k_lens; lists: a BlockMask's, as the kernel makes them.
+    lengths, lists: as the kernel makes them, with Pointers.
     """
 
     def __init__(
         self, numbers: dict[str, int], options: Any, program: int, programs: int, counter: list[int], seed: int,
-        lengths: tuple[Pointer | None, ...] = (None,) * 4, lists: tuple[Any, ...] = NO_LISTS,
+        lengths: tuple[Any, ...] = (None,) * 6, lists: tuple[Any, ...] = NO_LISTS,
     ) -> None:  # fmt: skip
         self.lengths, self.lists = lengths, lists
         self.O, self.counter, self.program, self.programs = options, counter, program, programs
@@ -148,7 +147,7 @@ class Block:
         rings |= {"k": (options.STAGES, self.consumers), "v": (options.STAGES, self.consumers)}
         rings |= {"counts": (2, self.consumers), "blocks": (4, self.consumers)}
         self.rings = SimpleNamespace(**{name: self.ring(name, *sizes) for name, sizes in rings.items()})
-        numbers = {**dict.fromkeys(CALL, 0), "v_apart": APART, **numbers}
+        numbers = dict.fromkeys(CALL, 0) | numbers
         self.call = self.call_of(*(numbers[name] for name in CALL))
         self.masked: set[Any] = set()
         self.bits: dict[Any, int] = {}

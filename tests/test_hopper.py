@@ -338,7 +338,7 @@ def test_partitions_hand_on_every_block_and_never_wait_for_ever(seed: int) -> No
 def test_sequences_and_block_masks_played(seed: int) -> None:
     """Sequences of unlike lengths, packed or padded, a BlockMask, an origin: each pair is seen by whom it should be."""
     pytest.importorskip("triton")
-    from hopper_machine import NO_LISTS, Block, Pointer
+    from hopper_machine import APART, NO_LISTS, Block, Pointer
 
     from tilewise.kernels.hopper import host
     from tilewise.kernels.tensors import FAR
@@ -387,7 +387,6 @@ def test_sequences_and_block_masks_played(seed: int) -> None:
     numbers = {
         "q_len": q_len, "k_len": k_len, "diagonal": diagonal, "left": band.bounds[0], "right": band.bounds[1],
         "heads": problem.heads, "group": group, "tiles": tiles, "together": r.choice((1, 2, 3)), "total": total,
-        "batch": batch, **({"v_apart": 0} if packed else {}),
     }  # fmt: skip
     contents = [
         cu_q if packed else None,
@@ -399,7 +398,7 @@ def test_sequences_and_block_masks_played(seed: int) -> None:
     for program in range(programs):
         block = Block(
             numbers, options, program, programs, counter, 100 * seed + program,
-            tuple(None if x is None else Pointer(x) for x in contents), lists,
+            (*(None if x is None else Pointer(x) for x in contents), batch, 0 if packed else APART), lists,
         )  # fmt: skip
         block.run()
         log += block.log

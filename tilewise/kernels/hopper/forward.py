@@ -62,12 +62,10 @@ class Call:
     tiles: gl.tensor  # of a head
     together: gl.tensor
     total: gl.tensor  # tiles of all heads
-    batch: gl.tensor
-    v_apart: gl.tensor  # rows of V from sequence to sequence
 
     @gluon.constexpr_function
     def __init__(
-        self, q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total, batch, v_apart,
+        self, q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total,
     ):  # fmt: skip
         self.q_len = q_len
         self.k_len = k_len
@@ -81,16 +79,14 @@ class Call:
         self.tiles = tiles
         self.together = together
         self.total = total
-        self.batch = batch
-        self.v_apart = v_apart
 
     @gluon.jit
     def of_sequence(self, b, lengths, O: gl.constexpr):
         """(The call as sequence b has it, with its own lengths; its first query and its queries in memory, its first key)."""
         if O.VARIED:
-            cu_q, cu_k, q_lens, k_lens = lengths
-            q_start, q_span, q_len = extent(b, self.batch, self.q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
-            k_start, _, k_len = extent(b, self.batch, self.k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
+            cu_q, cu_k, q_lens, k_lens, batch, _ = lengths
+            q_start, q_span, q_len = extent(b, batch, self.q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
+            k_start, _, k_len = extent(b, batch, self.k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
             q_len = uniform(q_len)
             k_len = uniform(k_len)
             diagonal = self.diagonal
@@ -98,7 +94,7 @@ class Call:
                 diagonal += k_len - q_len
             own = Call(
                 q_len, k_len, diagonal, self.left, self.right, self.scale, self.softcap, self.heads, self.group,
-                self.tiles, self.together, self.total, self.batch, self.v_apart,
+                self.tiles, self.together, self.total,
             )  # fmt: skip
             return own, uniform(q_start), uniform(q_span), k_start
         else:
@@ -170,7 +166,7 @@ class Rings:
 
 @gluon.jit
 def producer(q_desc, k_desc, v_desc, counter, lengths, lists, rings, call, O: gl.constexpr):
-    """One warp: claims tiles and loads Q, K and V of each.
+    """One warp: claims tiles and loads Q, K and V of each. lengths, lists: as `forward_kernel` makes them.
 
     V of a block follows K of the next one, for that is the order in which they are wanted. The next tile is claimed with
     the last K of this one, as late as possible, so that it goes to the program that will be free first. The last V
@@ -182,7 +178,7 @@ def producer(q_desc, k_desc, v_desc, counter, lengths, lists, rings, call, O: gl
     while tile < call.total:
         row, bh = tile_of(tile, call.tiles, call.together, call.total // call.tiles)
         if O.PACKED:  # of all tiles that there may be
-            b, row = sequence_of(row, call.batch, call.q_len, lengths[0], O.ROWS)
+            b, row = sequence_of(row, lengths[4], call.q_len, lengths[0], O.ROWS)
             h = bh
         else:
             b = bh // call.heads
@@ -192,7 +188,7 @@ def producer(q_desc, k_desc, v_desc, counter, lengths, lists, rings, call, O: gl
         if not O.PACKED or ((row >= 0) & (row * O.ROWS < q_span)):
             put_pair(rings.tiles, t, row, b * call.heads + h)
             n, claim = load_tile(
-                q_desc, k_desc, v_desc, counter, lists, t, n, claim, row, b, h, q_start, k_start, rings, own, O
+                q_desc, k_desc, v_desc, counter, lengths, lists, t, n, claim, row, b, h, q_start, k_start, rings, own, O
             )
             t += 1
         else:
@@ -203,7 +199,23 @@ def producer(q_desc, k_desc, v_desc, counter, lengths, lists, rings, call, O: gl
 
 @gluon.jit
 def load_tile(
-    q_desc, k_desc, v_desc, counter, lists, t, n, claim, row, b, h, q_start, k_start, rings, call, O: gl.constexpr
+    q_desc,
+    k_desc,
+    v_desc,
+    counter,
+    lengths,
+    lists,
+    t,
+    n,
+    claim,
+    row,
+    b,
+    h,
+    q_start,
+    k_start,
+    rings,
+    call,
+    O: gl.constexpr,
 ):
     """(n, the claim of the next tile), with Q of a tile loaded, and K and V of its blocks from number n on.
 
@@ -219,7 +231,7 @@ def load_tile(
         rings.q.load(t * CONSUMERS + c, q_desc, [at_b, h, q_start + row * O.ROWS + PIECE * c, 0])
     if O.BLOCKS:
         lo, hi = call.keys(row * O.ROWS, O.ROWS, O)
-        blocks = way(lists, b, h, b < call.batch, row, lo, hi, O)
+        blocks = way(lists, b, h, b < lengths[4], row, lo, hi, O)
         count = gl.maximum(blocks[0], 1)
         put_pair(rings.counts, t, count, count)
         before = count * 0
@@ -230,10 +242,10 @@ def load_tile(
                 claim = begin_claim(counter)
             rings.k.load(n, k_desc, [at_b, kv, k_start + j0, 0])
             if j > 0:
-                rings.v.load(n - 1, v_desc, rows_of_v(b, kv, k_start, before, call, O))
+                rings.v.load(n - 1, v_desc, rows_of_v(b, kv, k_start, before, lengths[5], call, O))
             before = j0
             n += 1
-        rings.v.load(n - 1, v_desc, rows_of_v(b, kv, k_start, before, call, O))
+        rings.v.load(n - 1, v_desc, rows_of_v(b, kv, k_start, before, lengths[5], call, O))
     else:
         lo, hi = call.blocks(row * O.ROWS, O.ROWS, O)
         for j in range(hi - lo):
@@ -242,17 +254,17 @@ def load_tile(
                 claim = begin_claim(counter)
             rings.k.load(n, k_desc, [at_b, kv, k_start + block * O.KEYS, 0])
             if j > 0:
-                rings.v.load(n - 1, v_desc, rows_of_v(b, kv, k_start, (block + 1) * O.KEYS, call, O))
+                rings.v.load(n - 1, v_desc, rows_of_v(b, kv, k_start, (block + 1) * O.KEYS, lengths[5], call, O))
             n += 1
-        rings.v.load(n - 1, v_desc, rows_of_v(b, kv, k_start, lo * O.KEYS, call, O))
+        rings.v.load(n - 1, v_desc, rows_of_v(b, kv, k_start, lo * O.KEYS, lengths[5], call, O))
     return n, claim
 
 
 @gluon.jit
-def rows_of_v(b, kv, k_start, j0, call, O: gl.constexpr):
-    """Where V's descriptor has the block at key j0 of a sequence."""
+def rows_of_v(b, kv, k_start, j0, apart, call, O: gl.constexpr):
+    """Where V's descriptor has the block at key j0 of a sequence; they lie `apart` rows apart, or are packed."""
     if O.PACKED or O.K_LENS:
-        return clipped(b * call.v_apart + k_start, call.k_len, kv, j0)
+        return clipped(b * apart + k_start, call.k_len, kv, j0)
     else:
         return [b, kv, j0, 0]
 
@@ -639,8 +651,9 @@ def forward_kernel(
     """o, q, k, v: TMA descriptors of (B, H, S, D) in blocks of 64 rows (o, q) or KEYS; lse (B, Hq, Sq), contiguous.
 
     Packed: q and k of (1, H, T, D), o and v `tensors.ragged`, v with k_lens too; lse (Hq, T), q_len and k_len are T.
-    sink: (Hq,) or None. counter: one int32, 0 before the launch and after it. full_count ... bits: a BlockMask's
-    query-major lists and its pool, or None; blocks_*: their strides; base: where (b, h) = 0 is among their rows.
+    sink: (Hq,) or None. counter: one int32, 0 before the launch and after it. v_apart: rows of V between sequences.
+    full_count ... bits: a BlockMask's query-major lists and its pool, or None; blocks_*: their strides; base: where
+    (b, h) = 0 is among their rows.
     """
     CONSUMERS: gl.constexpr = O.ROWS // PIECE
     pair: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -662,10 +675,8 @@ def forward_kernel(
         count_ring, block_ring,
     )  # fmt: skip
     fence_async_shared()
-    call = Call(
-        q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total, batch, v_apart
-    )
-    lengths = (cu_q, cu_k, q_lens, k_lens)
+    call = Call(q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total)
+    lengths = (cu_q, cu_k, q_lens, k_lens, batch, v_apart)
     lists = (
         full_count, full, mixed_count, mixed, mixed_bits, blocks_b, blocks_h, blocks_n, blocks_m, base, i0, j0,
     )  # fmt: skip
