@@ -53,9 +53,10 @@ class Row:
         return self.banded if kind == "banded" or self.long is None else self.long
 
 
-# TFLOP/s on an H200, bf16, 16k tokens, Triton 3.6, 2026-11-30 (python -m bench.gpu --only hopper). In a study that these
-# kernels come from blocks of 64 keys with 128 columns reached 550, and without P V in flight during the softmax 619 of
-# 672 were left; it chose the tiles.
+# TFLOP/s on an H200, bf16, 16k tokens, Triton 3.6, 2026-11-30, five interleaved rounds; on another host than the run of
+# bench/results/h200.csv (python -m bench.gpu --only "hopper forward"), which is up to 10 % slower on long rows. In a study
+# that these kernels come from blocks of 64 keys with 128 columns reached 550, and without P V in flight during the softmax
+# 619 of 672 were left; it chose the tiles.
 TABLE: dict[int, Row] = {
     64: Row(
         Config(192, 128, 2, 2), Config(128, 128, 2, 2, half=True),
