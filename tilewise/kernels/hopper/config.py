@@ -109,8 +109,9 @@ class Backward:
     registers: tuple[int, int] = (240, 24)  # of a consumer's and the producer's thread
 
 
-# By columns of the tiles, of Q, K, V and dO alike. TFLOP/s as above, of the main kernel alone and, in brackets, of the whole
-# backward of the best of FlashAttention-4 and cuDNN. rows * columns is 8192: a consumer's share of dQ is then (64, 64).
+# By columns of the tiles, of Q, K, V and dO alike. TFLOP/s of the study's main kernel alone and, in brackets, of the whole
+# backward of the best of FlashAttention-4 and cuDNN; these kernels, of the same form, have not been timed yet. rows * columns
+# is 8192: a consumer's share of dQ is then (64, 64).
 BACKWARD: dict[int, Backward] = {
     64: Backward(
         128, 2, "489 (498) full, 477 (459) causal at 4k; 515 (526) and 497 (522) at 16k; blocks of 64 queries are behind",
