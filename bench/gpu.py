@@ -22,7 +22,12 @@ from .worker import Failed, Worker, parallel
 
 RESULTS = Path(__file__).parent / "results"
 CELL_SECONDS = 100.0  # then a cell counts as hung
-MEANS = [("forward", FLEX, ">= 1.18"), ("forward", FA2, ">= 1.5"), ("hopper forward", BEST, ">= 1.03")]
+MEANS = [
+    ("forward", FLEX, ">= 1.18"),
+    ("forward", FA2, ">= 1.5"),
+    ("hopper forward", BEST, ">= 1.03"),
+    ("hopper backward", BEST, ">= 1.05"),
+]
 
 
 def slug(device: str) -> str:

@@ -236,10 +236,14 @@ def hopper(setting: Setting) -> list[Cell]:
     """The same grid on the backend for Hopper, beside the fastest of others there."""
     setting = replace(setting, backend="hopper") if setting.backend == "triton" else setting
     there = importlib.util.find_spec("fa3_fwd_interface") is not None
-    peers = (*((Peer(FA3, ">= 0.96"),) if there else ()), Peer(CUDNN, ">= 0.96"))
+    forward = (*((Peer(FA3, ">= 0.96"),) if there else ()), Peer(CUDNN, ">= 0.96"))
     return [
-        dense(setting, "hopper forward", "forward", "bf16", d, mask, seq, *peers)
-        for d in (64, 128, 256)
+        dense(setting, f"hopper {direction}", direction, "bf16", d, mask, seq, *peers)
+        for direction, peers, dims in (
+            ("forward", forward, (64, 128, 256)),
+            ("backward", (Peer(CUDNN, ">= 0.92"),), (64, 128)),
+        )
+        for d in dims
         for mask in ("full", "causal")
         for seq in setting.lengths
     ]

@@ -1,7 +1,7 @@
 """Markdown tables from the rows: `python -m bench.tables` prints them, `--into PAGE` fills them in.
 
 A page holds a table between `<!-- table: NAME -->` and `<!-- /table -->`; NAMEs: forward, backward,
-hopper forward, speeds, limits.
+hopper forward, hopper backward, speeds, limits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .rows import Row, read
 
 GRIDS = {
     "forward": ("forward", "forward d256"), "backward": ("backward", "backward d256"),
-    "hopper forward": ("hopper forward",),
+    "hopper forward": ("hopper forward",), "hopper backward": ("hopper backward",),
 }  # fmt: skip
 IN_A_GRID = tuple(subject for subjects in GRIDS.values() for subject in subjects)
 BLOCK = re.compile(r"(<!-- table: ([a-z ]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
@@ -73,6 +73,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "forward": lambda rows: grid(rows, "forward"),
     "backward": lambda rows: grid(rows, "backward"),
     "hopper forward": lambda rows: grid(rows, "hopper forward"),
+    "hopper backward": lambda rows: grid(rows, "hopper backward"),
     "speeds": speeds,
     "limits": limits,
 }

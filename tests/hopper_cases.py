@@ -30,10 +30,13 @@ LAYOUTS = ("contiguous", "transposed", "gaps", "heads", "last", "offset")
 
 @cache
 def on_hopper() -> dict[str, Case]:
-    """Without gradients, which are Triton's."""
-    cases = {name: replace(case, grad=False) for name, case in on_gpu().items() if is_taken(case)}
+    """With gradients where they are its own."""
+    cases = {name: case for name, case in on_gpu().items() if is_taken(case)}
     cases |= {f"array {n}.{m}": array_case(row, m) for n, row in enumerate(cover_product(ARRAY)) for m in range(VALUES)}
-    return {PREFIX + name: case for name, case in cases.items()}
+    return {
+        PREFIX + name: replace(case, grad=case.grad and max(case.dim, case.v_dim) <= max(config.BACKWARD))
+        for name, case in cases.items()
+    }
 
 
 def is_taken(case: Case) -> bool:
@@ -84,5 +87,5 @@ def array_case(row: dict[str, Any], n: int) -> Case:
         seed=n, dtype=row["dtype"], batch=r.choice((1, 2, 3)), heads=kv_heads * r.choice((1, 2, 4)), kv_heads=kv_heads,
         q_len=q_len, k_len=k_len, dim=dim, v_dim=dim if row["d_v"] == "d" else size(row["d_v"]),
         std=r.choice((0.3, 1.0, 2.0)), layout=r.choice(LAYOUTS), scale=r.choice((None, None, 0.1)), band=band,
-        softcap=r.choice((0.7, 5.0, 50.0)) if row["softcap"] else 0.0, sink=row["sink"], grad=False, lse_grad=False,
+        softcap=r.choice((0.7, 5.0, 50.0)) if row["softcap"] else 0.0, sink=row["sink"], grad=True, lse_grad=n == 1,
     )  # fmt: skip

@@ -143,7 +143,7 @@ class Block:
             name=name, STAGES=stages, BYTES=1, buffers=Buffers([[None] for _ in range(stages)]),
             full=Buffers([Barrier(1) for _ in range(stages)]), empty=Buffers([Barrier(readers) for _ in range(stages)]),
         )  # fmt: skip
-        for method in ("acquire", "commit", "load", "wait", "release", "skip"):
+        for method in ("acquire", "commit", "expect", "load", "wait", "release", "skip"):
             setattr(ring, method, self.rewired(getattr(pipeline.Ring, method)).__get__(ring))
         return ring
 

@@ -60,6 +60,28 @@ def test_a_thousand_calls_beside_another_stream_have_the_same_bits(name: str, cu
     assert unlike.item() == 0
 
 
+@pytest.mark.parametrize("name", [name for name, (d, _, _) in CALLS.items() if d <= 128])
+def test_gradients_of_keys_and_values_have_the_same_bits_each_time(name: str) -> None:
+    """dQ is added up in whatever order programs come by, unless it is asked to be deterministic."""
+    tensors, _ = inputs(name)
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    band, do = CALLS[name][2], torch.randn_like(tensors[0])
+
+    def grads(deterministic: bool) -> tuple[Tensor, ...]:
+        o = tilewise.attention(*leaves, mask=band, backend=backend_of(PREFIX), deterministic=deterministic)
+        return torch.autograd.grad(o, leaves, do)
+
+    expected, unlike = grads(False), torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for _ in range(max(1, REPEATS // 5)):
+        found = grads(False)
+        for x, y in zip(found[1:], expected[1:], strict=True):
+            unlike += (x != y).sum()
+    assert unlike.item() == 0
+    torch.testing.assert_close(found[0], expected[0], rtol=2e-2, atol=2e-3)
+    for x, y in zip(grads(True), grads(True), strict=True):
+        assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_sequence_does_not_see_its_batch(name: str) -> None:
     tensors, call = inputs(name)

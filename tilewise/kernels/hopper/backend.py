@@ -1,4 +1,4 @@
-"""The backend "hopper": the forward in Gluon on sm90; the backward is the Triton backend's until it has its own."""
+"""The backend "hopper": forward and backward in Gluon on sm90. What its backward does not take is the Triton backend's."""
 
 from __future__ import annotations
 
@@ -52,8 +52,22 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tupl
 def backward(
     problem: Problem, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, aux: Aux
 ) -> Grads:
-    """The gradients of everything that was given, by the Triton backend."""
-    return triton_backend.backward(problem, do, dlse, q, k, v, o, lse, aux)
+    """The gradients of everything that was given."""
+    if backward_without(problem):
+        return triton_backend.backward(problem, do, dlse, q, k, v, o, lse, aux)
+    return _backward_host().backward(problem, do, dlse, q, k, v, o, lse, aux)
+
+
+@lru_cache(maxsize=512)
+def backward_without(problem: Problem) -> str | None:
+    """None, or why the backward of a problem that this backend takes is not its own."""
+    if problem.deterministic:
+        return "dQ is added up in no fixed order"
+    if max(problem.qk_dim, problem.v_dim) > max(config.BACKWARD):
+        return f"its backward takes head sizes up to {max(config.BACKWARD)}"
+    if 0 in (*problem.o_shape, *problem.k_shape):
+        return "there is nothing to add up"
+    return None
 
 
 @cache
@@ -62,3 +76,10 @@ def _host() -> ModuleType:
     from . import host
 
     return host
+
+
+@cache
+def _backward_host() -> ModuleType:
+    from . import backward_host
+
+    return backward_host

@@ -1,4 +1,4 @@
-"""Tiles of the Hopper forward: a table by head size and mask, and the evidence for each row."""
+"""Tiles of the Hopper kernels: a table by head size and mask, and the evidence for each row."""
 
 from __future__ import annotations
 
@@ -92,3 +92,40 @@ def shared_bytes(config: Config, wide: int, v_wide: int) -> int:
     q = config.rows * wide * config.queries
     o = 0 if config.queries == 1 and wide == v_wide else config.rows * v_wide
     return 2 * (q + o + config.stages * config.keys * (wide + v_wide))
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
+
+BACKWARD_KEYS = 128  # of a tile: a piece for each of two consumers
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """A tile of 128 keys, passed by blocks of `rows` queries, of which `stages` are in shared memory."""
+
+    rows: int
+    stages: int
+    evidence: str
+    registers: tuple[int, int] = (240, 24)  # of a consumer's and the producer's thread
+
+
+# By columns of the tiles, of Q, K, V and dO alike. TFLOP/s of the study's main kernel alone and, in brackets, of the whole
+# backward of the best of FlashAttention-4 and cuDNN; these kernels, of the same form, have not been timed yet. rows * columns
+# is 8192: a consumer's share of dQ is then (64, 64).
+BACKWARD: dict[int, Backward] = {
+    64: Backward(
+        128, 2, "489 (498) full, 477 (459) causal at 4k; 515 (526) and 497 (522) at 16k; blocks of 64 queries are behind",
+    ),
+    128: Backward(
+        64, 2, "605 (574) full, 576 (518) causal at 4k; 627 (626) and 610 (605) at 16k; vector atomics for dQ cost 8 %",
+    ),
+}  # fmt: skip
+
+
+def backward_shared_bytes(config: Backward, wide: int) -> int:
+    """Bytes of shared memory that a block of the backward's main kernel takes, without its barriers (less than 1 KiB)."""
+    k_v = 2 * 2 * BACKWARD_KEYS * wide
+    queries = config.stages * config.rows * (2 * 2 * wide + 2 * 4)
+    ds = 2 * 2 * BACKWARD_KEYS * config.rows
+    dq = 4 * config.rows * wide
+    return k_v + queries + ds + dq

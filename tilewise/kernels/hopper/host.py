@@ -91,7 +91,7 @@ def launch_of(problem: Problem, origin: Origin, at_once: int, *of_rows: Strides)
     shapes = problem.o_shape, q_shape(problem), problem.k_shape, v_shape(problem)
     sides = (PIECE, options.V_WIDTH), (PIECE, options.WIDTH), (cfg.keys, options.WIDTH), (cfg.keys, options.V_WIDTH)
     boxes = (
-        _box(shape, strides, side, problem.dtype)
+        box_of(shape, strides, side, problem.dtype)
         for shape, strides, side in zip(shapes, (o[1], *of_rows), sides, strict=True)
     )
     numbers = (
@@ -102,7 +102,7 @@ def launch_of(problem: Problem, origin: Origin, at_once: int, *of_rows: Strides)
     return Launch(Ready(forward_kernel, grid, numbers, {"O": options}, 4, 1, dict(enumerate(boxes))), o, lse)
 
 
-def _box(shape: tuple[int, ...], strides: Strides, side: tuple[int, int], dtype: torch.dtype) -> Box:
+def box_of(shape: tuple[int, ...], strides: Strides, side: tuple[int, int], dtype: torch.dtype) -> Box:
     """A tensor (B, H, S, D) in blocks of some rows of one head."""
     found = whole(shape, strides, *side)
     assert found is not None, "there is none of an empty or an expanded tensor"

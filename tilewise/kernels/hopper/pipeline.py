@@ -15,12 +15,25 @@ import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.core import _aggregate as aggregate  # triton.aggregate, from 3.8 on
 
 # Triton 3.6 and 3.7 have the second names only; 3.9's raise.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@builtin
+def _reduce_add(descriptor, at, buffer, _semantic=None):
+    """For Triton 3.6 and 3.7, which have the instruction and no name for it."""
+    from triton._C.libtriton import ir
+
+    at = _semantic._convert_to_ir_values(at, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, at, buffer.handle)
+
+
+tma_add = getattr(tma, "async_atomic_add", None) or _reduce_add
 
 
 @aggregate
@@ -55,10 +68,16 @@ class Ring:
     @gluon.jit
     def load(self, n, descriptor, at):
         """The writer: acquire, and a TMA load, which commits when its bytes (zeros outside the tensor) are there."""
-        buffer = self.acquire(n)
+        full = self.expect(n, self.BYTES)
+        tma_load(descriptor, at, full, self.buffers.index(n % self.STAGES))
+
+    @gluon.jit
+    def expect(self, n, BYTES: gl.constexpr):
+        """The writer: acquire, for TMA loads of BYTES together. They are to name the barrier, and then commit."""
+        self.acquire(n)
         full = self.full.index(n % self.STAGES)
-        mbarrier.expect(full, self.BYTES)
-        tma_load(descriptor, at, full, buffer)
+        mbarrier.expect(full, BYTES)
+        return full
 
     @gluon.jit
     def wait(self, n):
@@ -172,6 +191,12 @@ def _barrier(what, consumer):
 
 
 @gluon.jit
+def meet():
+    """Both of two consumers wait here for each other."""
+    _instruction("bar.sync 8, 256; mov.u32 $0, 0;")
+
+
+@gluon.jit
 def _instruction(asm: gl.constexpr):
     """An instruction without operands, by every thread of the partition, where it stands."""
     gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
@@ -188,6 +213,32 @@ def stay_before(x):
         " mov.b32 $1, 0; @p st.volatile.shared.f32 [$0], $2; }",
         "=&r,=&r,f,f", [x], dtype=gl.int32, is_pure=False, pack=2,
     )  # fmt: skip
+
+
+@gluon.jit
+def computed(x):
+    """x (64, N) of 16-bit numbers >= 0, all of it computed before what follows, as by `stay_before`.
+
+    A loop that never repeats, no two such numbers being 0xdeadbeef, and that ptxas moves nothing across.
+    """
+    N: gl.constexpr = x.shape[1] // 4  # registers of a thread, two numbers in each
+    return gl.inline_asm_elementwise(
+        _computed(N), _outputs_and_inputs(N), [x], dtype=x.dtype, is_pure=False, pack=2 * N
+    )
+
+
+@gluon.constexpr_function
+def _computed(n):
+    moves = " ".join(f"mov.b32 ${i}, ${n + i};" for i in range(n))
+    return (
+        f"{{ .reg .pred p, q; AGAIN: setp.eq.b32 p, ${2 * n - 1}, 0xdeadbeef; vote.sync.any.pred q, p, 0xffffffff;"
+        f" @q bra AGAIN; {moves} }}"
+    )
+
+
+@gluon.constexpr_function
+def _outputs_and_inputs(n):
+    return ",".join(["=r"] * n + ["r"] * n)
 
 
 @gluon.jit

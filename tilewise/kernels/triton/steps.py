@@ -450,7 +450,7 @@ def bias_and_mask(
                 else bits_mask(S, bits, bits_tile, j + j0, b0 + i0)
             )
     if O.EDGES:  # noqa: SIM102
-        if edge:
+        if edge or O.WIDTH >= 256:  # accumulators fill the registers there: a jump spills 940 bytes (dK, dV; d 256)
             S = band_mask(S, i, j, diagonal, left, right, k_used, O.LEFT, O.RIGHT, not O.EVEN)
     return S
 

@@ -1,0 +1,213 @@
+"""A block of the Hopper backward played on the CPU, as `hopper_machine` plays the forward.
+
+wgmma and TMA are asynchronous here too: what one reads is being read until the wait that ends it, and whoever writes
+there before that fails.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+from hopper_machine import Anything, Barrier, Buffers, Scheduler, _Language
+
+from tilewise import mask
+from tilewise.kernels.hopper import backward, pipeline
+
+
+class Memory(Anything):
+    """A buffer in shared memory, or a part of one: operations on a part see the whole."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.holds: dict[Any, Any] = {}
+
+    def slice(self, start: int, _: int, dim: int) -> Any:
+        return Part(self, start)
+
+    def permute(self, _: Any) -> Any:
+        return Part(self, 0)
+
+
+class Part(Anything):
+    def __init__(self, memory: Memory, start: int) -> None:
+        self.memory, self.start = memory, start
+
+    def permute(self, _: Any) -> Any:
+        return self
+
+    def store(self, gradient: Gradient) -> None:
+        gradient.block.write(self.memory, self.start, gradient.of)
+
+
+class Gradient(Anything):
+    """P or dS of 64 keys and 64 queries: of ((b, h), keys from, queries from)."""
+
+    def __init__(self, block: BackwardBlock, of: tuple[Any, ...]) -> None:
+        self.block, self.of = block, of
+
+
+class Product(Anything):
+    """What a wgmma of these operands, and of those before it, gives."""
+
+    def __init__(self, *of: Any) -> None:
+        self.of = of
+
+
+class BackwardBlock:
+    """One program. Its log: ("pair", consumer, query head, keys from, queries from, masked) and what it stored."""
+
+    def __init__(self, call: Any, options: Any, program: int, seed: int) -> None:
+        self.O, self.call, self.program = options, call, program
+        self.scheduler = Scheduler(seed)
+        self.log: list[tuple[Any, ...]] = []
+        self.in_flight: dict[str, list[tuple[Product, list[Memory]]]] = defaultdict(list)
+        self.leaving: dict[str, list[Memory]] = defaultdict(list)  # by TMA
+        self.at_barrier = self.met = 0
+        k, v, q = (self.ring(*sizes) for sizes in (("k", 2, 2), ("v", 2, 1), ("q", options.STAGES, 2)))
+        do, rows = (Buffers([Memory(name) for _ in range(options.STAGES)]) for name in ("do", "statistics"))
+        self.rings = SimpleNamespace(k=k, v=v, q=q, do=do, statistics=rows, BYTES=3)
+        self.ds, self.dq = (Buffers([Memory(name) for _ in range(n)]) for name, n in (("dS", 4), ("dQ", 2)))
+
+    def run(self) -> None:
+        consume, produce = self.rewired(backward.consumer), self.rewired(backward.producer)
+        partitions: dict[str, Callable[[], None]] = {
+            str(c): lambda c=c: consume("dk", "dv", "dq", self.ds, self.dq, self.rings, self.call, c, self.O)  # type: ignore[misc]
+            for c in (0, 1)
+        }
+        partitions["producer"] = lambda: produce("q", "k", "v", "do", "rows", self.rings, self.call, self.O)
+        self.scheduler.run(partitions)
+        for full, empty in zip(self.rings.q.full, self.rings.q.empty, strict=True):
+            assert full.phase == empty.phase, "what was committed was not released"
+        assert not self.at_barrier
+        assert not any(self.in_flight.values())
+        assert not any(self.leaving.values())
+
+    def ring(self, name: str, stages: int, readers: int) -> Any:
+        ring = SimpleNamespace(
+            STAGES=stages, BYTES=1, buffers=Buffers([Memory(name) for _ in range(stages)]),
+            full=Buffers([Barrier(1) for _ in range(stages)]), empty=Buffers([Barrier(readers) for _ in range(stages)]),
+        )  # fmt: skip
+        for method in ("acquire", "commit", "expect", "load", "wait", "release"):
+            setattr(ring, method, self.rewired(getattr(pipeline.Ring, method)).__get__(ring))
+        return ring
+
+    def rewired(self, function: Any) -> Callable[..., Any]:
+        """The Python of a jitted function, with these names in place of its module's."""
+        plain = function.fn
+        names = {**plain.__globals__, **{n: getattr(mask, n) for n in ("query_range", "mask_free_queries", "tile_of")}}
+        language = _Language(self.program)
+        language.where = lambda condition, yes, no: yes if condition else no
+        names |= {
+            "gl": language, "mbarrier": self, "tma_load": self.tma_load, "PIECE": 64, "KEYS": 128, "LN2": 1.0,
+            "matrix": lambda memory: memory, "queries": self.queries, "begin_with": lambda row: row,
+            "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.finish, "score_gradient": self.score_gradient,
+            "add_to_dq": self.add_to_dq, "meet": self.meet, "wait_for_stores": self.wait_for_stores,
+            "store_by_tma": self.store, "fence_async_shared": lambda: None,
+        }  # fmt: skip
+        own = {"consumer": ("step",), "step": ("half_of_dq",)}.get(plain.__name__, ())
+        own += ("which_keys", "query_blocks", "free_queries") if plain.__name__ in ("consumer", "producer") else ()
+        names |= {name: self.rewired(getattr(backward, name)) for name in own}
+        return FunctionType(plain.__code__, names, plain.__name__)
+
+    # ---- what stands for the device
+
+    @property
+    def me(self) -> str:
+        return threading.current_thread().name
+
+    def wait(self, barrier: Barrier, parity: int) -> None:
+        self.scheduler.until(lambda: barrier.phase % 2 != parity)
+
+    def arrive(self, barrier: Barrier, count: int = 1) -> None:
+        self.scheduler.until()
+        barrier.arrive()
+
+    def expect(self, barrier: Any, size: int) -> None:
+        barrier.loads = size
+
+    def write(self, memory: Memory, key: Any, value: Any) -> None:
+        read = [of for flying in self.in_flight.values() for _, parts in flying for of in parts]
+        read += [of for leaving in self.leaving.values() for of in leaving]
+        assert all(memory is not of for of in read), f"{memory.name} is written while it is read"
+        memory.holds[key] = value
+
+    def tma_load(self, descriptor: str, at: list[int], barrier: Any, memory: Memory) -> None:
+        self.scheduler.until()
+        self.write(memory, "loaded", (descriptor, *at))
+        barrier.loads -= 1
+        if not barrier.loads:
+            barrier.arrive()
+
+    def queries(self, rings: Any, at: int, piece: int) -> tuple[Any, ...]:
+        q, do, rows = (buffers[at] for buffers in (rings.q.buffers, rings.do, rings.statistics))
+        (q_name, b, h, i0, _), (do_name, *of_do), (name, _, bh, of_rows) = (x.holds["loaded"] for x in (q, do, rows))
+        assert (q_name, do_name, name) == ("q", "do", "rows")
+        assert (of_do, bh, of_rows) == ([b, h, i0, 0], b * self.call.heads + h, i0)
+        return Part(q, 64 * piece), Part(do, 64 * piece), Anything(), Anything()
+
+    def multiply(self, a: Any, b: Any, acc: Any, **_: Any) -> Product:
+        parts = [x if isinstance(x, Memory) else x.memory for x in (a, b) if isinstance(x, (Memory, Part))]
+        product = Product(a, b, acc)
+        self.in_flight[self.me].append((product, parts))
+        self.scheduler.until()
+        return product
+
+    def finish(self, left: int, deps: list[Any]) -> Any:
+        self.scheduler.until()
+        flying = self.in_flight[self.me]
+        self.in_flight[self.me] = flying = flying[max(0, len(flying) - left) :]
+        assert all(product is not dep for product, _ in flying for dep in deps), "it is used before it is there"
+        return deps[0] if len(deps) == 1 else deps
+
+    def score_gradient(
+        self, S: Product, dP: Product, L: Any, first: int, i0: int, masked: bool, in_flight: int, *_: Any
+    ) -> Any:
+        for left, product, names in ((in_flight, S, ("k", "q")), (in_flight - 1, dP, ("v", "do"))):
+            self.finish(left, [product])
+            keys, queries, _acc = product.of
+            (key_name, _b, _kv, j0, _), (name, b, h, block, _) = (
+                x.memory.holds["loaded"] if isinstance(x, Part) else x.holds["loaded"] for x in (keys, queries)
+            )
+            assert (key_name, name) == names
+            assert (j0, block + queries.start) == (first, i0)
+        self.log.append(("pair", int(self.me), (b, h), first, i0, masked))
+        dS = Gradient(self, ((b, h), first, i0))
+        return dS, dS
+
+    def add_to_dq(self, dq: Product, memory: Memory, _: str, share: int) -> None:
+        blocks, keys = set(), []
+        while isinstance(dq, Product):
+            dS, k, dq = dq.of
+            *_, j0, _ = (k.memory if isinstance(k, Part) else k).holds["loaded"]
+            keys.append(j0)
+            assert len(dS.memory.holds) == self.O.ROWS // 64
+            for start, (head, first, i0) in dS.memory.holds.items():
+                assert first == j0
+                blocks.add((head, i0 - start))
+        assert sorted(keys) == [min(keys), min(keys) + 64]
+        ((head, i0),) = blocks
+        self.log.append(("dq", int(self.me), head, min(keys), i0, share))
+        self.write(memory, "dq", None)
+        self.leaving[self.me].append(memory)
+        self.scheduler.until()
+
+    def wait_for_stores(self) -> None:
+        self.scheduler.until()
+        self.leaving[self.me] = []
+
+    def meet(self) -> None:
+        met = self.met
+        self.at_barrier += 1
+        if self.at_barrier == 2:
+            self.at_barrier, self.met = 0, met + 1
+        self.scheduler.until(lambda: self.met > met)
+
+    def store(self, tile: Any, memory: Memory, descriptor: str, at: list[int]) -> None:
+        assert not self.in_flight[self.me]
+        self.write(memory, "result", None)
+        self.leaving[self.me].append(memory)
+        self.log.append((descriptor, *at))

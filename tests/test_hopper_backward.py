@@ -1,0 +1,195 @@
+"""The Hopper backward without a GPU: what it takes, its kernels, whether its partitions wait for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+import re
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_hopper import BF16, F16, FULL, KINDS, listing_of, meta, problem_of
+
+from tilewise import Band, Problem, causal, sliding_window
+from tilewise.kernels.hopper import backend, config
+
+# ---- what it takes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("band", [FULL, causal, sliding_window(9), Band(-3, 7, "top_left")], ids=str)
+@pytest.mark.parametrize(("d", "v_dim"), [(8, 8), (64, 64), (128, 128), (128, 64), (40, 96)])
+def test_what_it_takes(d: int, v_dim: int, band: Band) -> None:
+    problem = problem_of(d, v_dim, band, F16, 100, 300, heads=4, kv_heads=2, softcap=5.0, sink=meta(4), batch=40000)
+    assert backend.backward_without(problem) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"deterministic": True}, "dQ is added up in no fixed order"),
+        ({"d": 136}, "its backward takes head sizes up to 128"),
+        ({"d": 64, "v_dim": 256}, "its backward takes head sizes up to 128"),
+        ({"batch": 0}, "there is nothing to add up"),
+    ],
+    ids=str,
+)
+def test_what_the_triton_backend_does_for_it(options: dict[str, Any], reason: str) -> None:
+    assert backend.backward_without(problem_of(**options)) == reason
+
+
+def test_rows_fit_the_shared_memory_and_the_registers() -> None:
+    for wide, cfg in config.BACKWARD.items():
+        assert cfg.evidence
+        assert cfg.rows * wide == 2 * config.PIECE**2  # a share of dQ is (64, 64)
+        assert config.backward_shared_bytes(cfg, wide) + 1024 <= config.SHARED
+        consumer, producer = cfg.registers
+        assert 128 * (2 * consumer + producer) <= 65536
+
+
+# ---- the kernels, compiled -------------------------------------------------------------------------------------------
+
+SOME = [
+    (64, 64, BF16, "causal"),
+    (64, 64, F16, "full"),
+    (128, 128, BF16, "full"),
+    (128, 128, F16, "window"),
+    (128, 64, BF16, "dressed"),
+]
+EVERY = [(d, d, dtype, kind) for d in config.BACKWARD for dtype in (BF16, F16) for kind in KINDS]
+# Bytes, by columns and softcap. With 64 columns and a Band 88 with Triton 3.6, outside the loop over queries; up to 284
+# with newer ones, whose ptxas reloads a few in it, as it does with a softcap.
+SPILLS = {(64, False): 320, (64, True): 2048, (128, False): 16, (128, True): 1024}
+
+
+def recorded(problem: Problem) -> list[Any]:
+    """The launches of a backward."""
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("in Triton's interpreter there are no binaries")
+    from tilewise.kernels.hopper import backward_host
+    from tilewise.kernels.launch import recording
+    from tilewise.kernels.tensors import q_shape, v_shape
+    from tilewise.problem import Aux
+
+    shapes = problem.o_shape, q_shape(problem), problem.k_shape, v_shape(problem), problem.o_shape
+    do, q, k, v, o = (torch.empty(shape, dtype=problem.dtype) for shape in shapes)
+    with recording() as launches:
+        backward_host.backward(problem, do, None, q, k, v, o, torch.zeros(problem.lse_shape), Aux())
+    return launches
+
+
+def check(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
+    """Compile a backward's kernels; AssertionError where one is not what it was made to be."""
+    problem = problem_of(d, v_dim, dtype=dtype, **KINDS[kind])
+    launches = recorded(problem)
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+
+    from tilewise.kernels.launch import compile_for, resources
+
+    said = io.StringIO()
+    with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(said):
+        knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
+        prepare, binary, convert = (compile_for(launch, GPUTarget("cuda", 90, 32)) for launch in launches)
+    assert "registers" in said.getvalue()
+    assert "wgmma" not in said.getvalue(), said.getvalue()  # ptxas reports when it makes them wait for each other
+    for small in (prepare, convert):
+        assert not resources(small).spilled
+        listing = listing_of(small)
+        assert len(re.findall(r"LDG\.E\.128", listing)) >= 8, "rows are loaded by 16 bytes"
+        assert len(re.findall(r"STG\.E\.128", listing)) >= 4
+    taken = resources(binary)
+    wide = config.width(max(d, v_dim))
+    assert taken.spilled <= SPILLS[wide, problem.softcap > 0]
+    assert not taken.unwritten, "ptxas left out an instruction"
+    bytes_of_tiles = config.backward_shared_bytes(config.BACKWARD[wide], wide)
+    assert bytes_of_tiles < taken.shared <= min(bytes_of_tiles + 1024, config.SHARED)
+    listing = listing_of(binary)
+    for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "USETMAXREG"):
+        assert instruction in listing, instruction
+    # Between a wait for S and the next one, for dP, lie the exponentials of 64 queries: 32 of a thread.
+    overlapped = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[13](.*?)WARPGROUP\.DEPBAR", listing, re.DOTALL)
+    kept = problem.softcap == 0 and (wide > 64 or triton.__version__ < "3.7")
+    assert not kept or not any(re.search("STL|LDL", part) for part in overlapped)
+    assert sum(part.count("MUFU.EX2") >= 32 for part in overlapped) == 2 * config.BACKWARD[wide].rows // config.PIECE
+
+
+@pytest.mark.parametrize(("d", "v_dim", "dtype", "kind"), SOME, ids=str)
+def test_kernels_compile_within_their_limits(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
+    check(d, v_dim, dtype, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("d", "v_dim", "dtype", "kind"), EVERY, ids=str)
+def test_all_kernels_compile_within_their_limits(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
+    check(d, v_dim, dtype, kind)
+
+
+# ---- the protocol, played --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_partitions_take_every_pair_once_and_never_wait_for_ever(seed: int) -> None:
+    pytest.importorskip("triton")
+    from hopper_backward_machine import BackwardBlock
+
+    from tilewise.kernels.hopper import backward_host
+
+    r = random.Random(seed)
+    lengths = (1, 33, 64, 65, 128, 129, 192, 200, 300, 384, 500)
+    q_len, k_len = r.choice(lengths), r.choice(lengths)
+    k_len = q_len if r.random() < 0.4 else k_len
+    bound = max(q_len, k_len) + 5
+    band = r.choice((
+        FULL, causal, causal, Band(None, r.randint(-9, bound)), Band(r.randint(0, bound), None),
+        Band(None, 0, "top_left"), Band(r.randint(0, bound), r.randint(-5, 9)), Band(-5, 3),
+        Band(r.randint(0, 40), r.randint(0, 40)),
+    ))  # fmt: skip
+    group, batch, wide = r.choice((1, 2, 3)), r.choice((1, 2)), r.choice(list(config.BACKWARD))
+    problem = problem_of(wide, band=band, q_len=q_len, k_len=k_len, heads=2 * group, kv_heads=2, batch=batch)
+    options = SimpleNamespace(WIDTH=wide, ROWS=config.BACKWARD[wide].rows, STAGES=r.choice((1, 2, 3)), SOFTCAP=False)
+    tiles = -(-k_len // config.BACKWARD_KEYS)
+    left, right = band.bounds
+    call = SimpleNamespace(
+        q_len=q_len, k_len=k_len, diagonal=band.offset(q_len, k_len), left=left, right=right, scale=1.0, softcap=0.0,
+        heads=problem.heads, group=group, tiles=tiles, together=r.choice((1, 2, 3)), total=tiles * batch * 2,
+    )  # fmt: skip
+    log = []
+    for program in range(call.total):
+        block = BackwardBlock(call, options, program, 100 * seed + program)
+        block.run()
+        log += block.log
+
+    firsts = [(b, kv, 64 * n, 0) for b in range(batch) for kv in range(2) for n in range(2 * tiles)]
+    for gradient in ("dk", "dv"):
+        assert sorted(entry[1:] for entry in log if entry[0] == gradient) == firsts
+    seen = band.dense(q_len, k_len)
+    pairs = [entry[1:] for entry in log if entry[0] == "pair"]
+    taken = Counter((head, j0, i0) for _, head, j0, i0, _ in pairs)
+    assert not taken or max(taken.values()) == 1
+    for b, h in [(b, h) for b in range(batch) for h in range(problem.heads)]:
+        for i0 in range(0, q_len, 64):
+            for j0 in range(0, k_len, 64):
+                assert ((b, h), j0, i0) in taken or not seen[i0 : i0 + 64, j0 : j0 + 64].any()
+    for _, _, j0, i0, masked in pairs:
+        part = seen[i0 : i0 + 64, j0 : j0 + 64]
+        assert masked or (part.all() and j0 + 64 <= k_len)
+
+    # Each consumer sends its share of each block's dQ, once for each tile of keys, and nobody else's.
+    padded = -(-q_len // 128) * 128
+    for _, consumer, (b, h), _, i0, share in (entry for entry in log if entry[0] == "dq"):
+        head, rest = divmod(share, padded * wide // 4096)
+        assert head == b * problem.heads + h
+        row = rest // (wide // 64) * 64
+        column = rest % (wide // 64) * 64
+        assert (row, column) == ((i0, 64 * consumer) if options.ROWS == 64 else (i0 + 64 * consumer, 0))
+    sent = Counter((head, j0, i0) for kind, _, head, j0, i0, *_ in log if kind == "dq")
+    assert set(sent) == {(head, j0 // 128 * 128, i0 // options.ROWS * options.ROWS) for head, j0, i0 in taken}
+    assert set(sent.values()) <= {2}
+    assert backward_host.SHARE[0] * backward_host.SHARE[1] == 4096

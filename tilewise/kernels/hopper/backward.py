@@ -1,0 +1,389 @@
+"""FlashAttention-3's backward for Hopper: one main kernel in Gluon, and two small ones around it that only move bytes.
+
+    prepare_kernel   delta = rowsum(dO * O) - dlse and lse, as the main kernel's accumulators begin with them; zeros for dQ
+    backward_kernel  a tile of 128 keys stays, queries pass by, those of all query heads of the group:
+                     S^T = K Q^T    dP^T = V dO^T    P = 2^(S - L)    dS = P * (dP - delta)
+                     dV += P^T dO   dK += dS^T Q     dQ += dS K
+    convert_kernel   dQ from fp32, times the scale
+
+A consumer warpgroup owns 64 of the keys. S and dP are made transposed, so that P^T and dS^T lie in registers as the first
+operands of dV and dK. Only dQ sums over the keys of both consumers: dS^T goes through shared memory, and each consumer
+makes half of dQ's block, which TMA adds to an fp32 accumulator in global memory in whatever order programs come by. The
+accumulator's elements lie there as they lie in registers, so that nothing is moved between threads on the way.
+
+Source: FlashAttention-3 (Shah et al., 2024), section 3 and appendix B.1.
+"""
+
+# No `from __future__ import annotations`: an aggregate checks its fields against what their annotations are.
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from ... import mask as arithmetic
+from .forward import INF, LN2, PIECE, Call, matrix, numbers, tanh, tile_of
+from .pipeline import (
+    Ring,
+    aggregate,
+    computed,
+    meet,
+    ring_of,
+    store_by_tma,
+    tma_add,
+    tma_load,
+    wait_for_stores,
+)  # fmt: skip
+
+KEYS = gl.constexpr(128)  # of a program: a piece for each consumer
+
+query_range = gluon.jit(arithmetic.query_range)
+mask_free_queries = gluon.jit(arithmetic.mask_free_queries)
+
+
+@aggregate
+class Rings:
+    """What the producer hands the consumers. Items 0 and 1 of k and v are the consumers' pieces; they stay.
+
+    An item of q is a block of queries: Q, and in the same place of the other two dO and (-L, -delta).
+    """
+
+    k: Ring
+    v: Ring
+    q: Ring
+    do: gl.shared_memory_descriptor  # (STAGES, 1, 1, ROWS, WIDTH)
+    statistics: gl.shared_memory_descriptor  # (STAGES, 2, 1, ROWS)
+    BYTES: gl.constexpr  # of an item
+
+    @gluon.constexpr_function
+    def __init__(self, k, v, q, do, statistics, BYTES):
+        self.k = k
+        self.v = v
+        self.q = q
+        self.do = do
+        self.statistics = statistics
+        self.BYTES = gl.constexpr(BYTES)
+
+
+@gluon.jit
+def which_keys(call):
+    """(first key, sequence, key/value head) of this program. Long tiles come first: a causal mask's first ones."""
+    tile, bh = tile_of(gl.program_id(0), call.tiles, call.together, call.total // call.tiles)
+    kv_heads = call.heads // call.group
+    return (call.tiles - 1 - tile) * KEYS, bh // kv_heads, bh % kv_heads
+
+
+@gluon.jit
+def query_blocks(first, call, ROWS: gl.constexpr):
+    """Blocks [lo, hi) of ROWS queries that see some of the keys of the tile at `first`."""
+    last = gl.minimum(first + KEYS, call.k_len)
+    lo, hi = query_range(first, last, call.left, call.right, call.diagonal, call.q_len)
+    return lo // ROWS, gl.where(hi > lo, (hi + ROWS - 1) // ROWS, lo // ROWS)
+
+
+@gluon.jit
+def free_queries(first, call):
+    """Queries [lo, hi) that see all keys of the piece at `first`. Behind the last query nothing needs a mask: P is 0 there."""
+    last = gl.minimum(first + PIECE, call.k_len)
+    lo, hi = mask_free_queries(first, last, call.left, call.right, call.diagonal, call.q_len)
+    hi = gl.where(hi == call.q_len, hi + KEYS, hi)
+    return lo, gl.where(first + PIECE > call.k_len, lo, hi)
+
+
+# ---- the producer ----------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def producer(q_desc, k_desc, v_desc, do_desc, statistics_desc, rings, call, O: gl.constexpr):
+    """One warp: the tile's K and V, then block after block of each query head."""
+    first, b, kv = which_keys(call)
+    for c in gl.static_range(2):
+        rings.k.load(c, k_desc, [b, kv, first + PIECE * c, 0])
+        rings.v.load(c, v_desc, [b, kv, first + PIECE * c, 0])
+    lo, hi = query_blocks(first, call, O.ROWS)
+    n = 0  # blocks loaded
+    for member in range(call.group):
+        h = kv * call.group + member
+        for block in range(lo, hi):
+            full = rings.q.expect(n, rings.BYTES)
+            at = n % O.STAGES
+            tma_load(q_desc, [b, h, block * O.ROWS, 0], full, rings.q.buffers.index(at))
+            tma_load(statistics_desc, [0, b * call.heads + h, block * O.ROWS], full, rings.statistics.index(at))
+            tma_load(do_desc, [b, h, block * O.ROWS, 0], full, rings.do.index(at))
+            n += 1
+
+
+# ---- steps; tiles of scores are (keys, queries) ----------------------------------------------------------------------
+
+
+@gluon.jit
+def mask(S, first, i0, call, O: gl.constexpr):
+    """-inf where a key of the piece at `first` is not seen by a query of the piece at i0; compared as in the forward."""
+    S4 = S.reshape([PIECE, PIECE // 8, 4, 2])
+    j = first + numbers(0, S4)
+    a = numbers(1, S4)
+    lane = numbers(2, S4)
+    b = numbers(3, S4)
+    on = j - call.diagonal - i0 - 2 * lane  # the query whose diagonal key it is
+    begin = gl.where(j < call.k_len, on - call.right, PIECE)
+    seen = 8 * a + b >= begin
+    if O.LEFT:
+        seen = seen & (8 * a + b <= on + call.left)
+    S4 = gl.where(seen, S4, -INF)
+    return gl.convert_layout(S4.reshape([PIECE, PIECE]), S.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def queries(rings, at, piece: gl.constexpr):
+    """(Q, dO, -L, -delta) of a piece of the block in place `at`."""
+    q = matrix(rings.q.buffers.index(at)).slice(PIECE * piece, PIECE, dim=0)
+    do = matrix(rings.do.index(at)).slice(PIECE * piece, PIECE, dim=0)
+    layout: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16]))
+    ROWS: gl.constexpr = rings.statistics.shape[3]
+    both = rings.statistics.index(at).reshape([2 * ROWS])
+    L = both.slice(PIECE * piece, PIECE, dim=0).load(layout)
+    delta = both.slice(ROWS + PIECE * piece, PIECE, dim=0).load(layout)
+    return q, do, L, delta
+
+
+@gluon.jit
+def begin_with(row):
+    """An accumulator (keys, queries) that begins with a number for each query."""
+    zeros = gl.zeros([PIECE, PIECE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16]))
+    return gl.broadcast(row[None, :], zeros)[0]
+
+
+@gluon.jit
+def score_gradient(S, dP, L, first, i0, masked, IN_FLIGHT: gl.constexpr, dtype: gl.constexpr, call, O: gl.constexpr):
+    """(P, dS) of the scores and dP, of which IN_FLIGHT wgmmas are younger than S, and one less than dP."""
+    S = warpgroup_mma_wait(IN_FLIGHT, [S])
+    if O.SOFTCAP:
+        capped = tanh(S * (call.scale / call.softcap))
+        S = capped * call.softcap + L[None, :]
+    if O.MASKED and masked:
+        S = mask(S, first, i0, call, O)
+    P = gl.exp2(S if O.SOFTCAP else S * call.scale)
+    rounded = computed(P.to(dtype))
+    if O.SOFTCAP:
+        P *= 1.0 - capped * capped
+    dP = warpgroup_mma_wait(IN_FLIGHT - 1, [dP])
+    return rounded, (P * dP).to(dtype)
+
+
+@gluon.jit
+def half_of_dq(ds_buffers, dS_at, k_buffers, zero, C: gl.constexpr, O: gl.constexpr):
+    """dS K over all keys of the tile, a (64, 64) share of the block's dQ; asynchronous.
+
+    Of a block of 128 queries the consumer has 64, of one of 64 queries 64 of the columns.
+    """
+    dq = gl.zeros([PIECE, PIECE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16]))
+    for c in gl.static_range(2):
+        dS = ds_buffers.index(dS_at + c)
+        k = matrix(k_buffers.index(c + zero))
+        if O.ROWS == PIECE:
+            k = k.slice(PIECE * C, PIECE, dim=1)
+        else:
+            dS = dS.slice(PIECE * C, PIECE, dim=1)
+        dq = warpgroup_mma(dS.permute([1, 0]), k, dq, use_acc=c > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def add_to_dq(dq, buffer, dq_desc, share):
+    """Add a share of dQ to the accumulator, by TMA and without waiting for it.
+
+    Row 16 w + 8 x + y and column 8 a + 2 z + b of it are in register (a, x, b) of lane (y, z) of warp w. So shaped, a
+    thread stores four registers side by side, and a warp 512 bytes.
+    """
+    buffer.store(dq.reshape([4, 2, 8, PIECE // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape(buffer.shape))
+    fence_async_shared()
+    tma_add(dq_desc, [share * buffer.shape[0], 0], buffer)
+
+
+# ---- the consumers ---------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def step(dk, dv, n, first, i0, free_lo, free_hi, share, rings, ds_buffers, dq_buffers, dq_desc, call,
+         C: gl.constexpr, O: gl.constexpr):  # fmt: skip
+    """(dK, dV) with block n of the queries taken in, and its dQ sent off.
+
+    Of 128 queries both halves' S and dP are in flight from the start: the tensor cores have the second's to do during the
+    first's exponentials, and dV and dK of the first during the second's.
+    """
+    TWO: gl.constexpr = O.ROWS > PIECE
+    IN_FLIGHT: gl.constexpr = 3 if TWO else 1
+    dtype: gl.constexpr = rings.q.buffers.dtype
+    operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    zero = n >> 30  # Else wgmma's descriptors of K and V are computed before the loop, kept, and spilled.
+    k = matrix(rings.k.buffers.index(C + zero))
+    v = matrix(rings.v.buffers.index(C + zero))
+    rings.q.wait(n)
+    at = n % O.STAGES
+    dS_at = 2 * (n % 2)
+    own_dS = ds_buffers.index(dS_at + C)
+
+    q, do, L, delta = queries(rings, at, 0)
+    S = begin_with(gl.zeros_like(L) if O.SOFTCAP else L)
+    dP = begin_with(delta)
+    if TWO:
+        q2, do2, L2, delta2 = queries(rings, at, 1)
+        S2 = begin_with(gl.zeros_like(L2) if O.SOFTCAP else L2)
+        dP2 = begin_with(delta2)
+        # All set before the first wgmma: ptxas waits for that before it lets the others' registers be written.
+        S, dP, S2, dP2 = warpgroup_mma_wait(0, [S, dP, S2, dP2])
+    else:
+        S, dP = warpgroup_mma_wait(0, [S, dP])
+    S = warpgroup_mma(k, q.permute([1, 0]), S, is_async=True)
+    dP = warpgroup_mma(v, do.permute([1, 0]), dP, is_async=True)
+    if TWO:
+        S2 = warpgroup_mma(k, q2.permute([1, 0]), S2, is_async=True)
+        dP2 = warpgroup_mma(v, do2.permute([1, 0]), dP2, is_async=True)
+
+    masked = (i0 < free_lo) | (i0 + PIECE > free_hi)
+    P, dS = score_gradient(S, dP, L, first, i0, masked, IN_FLIGHT, dtype, call, O)
+    own_dS.slice(0, PIECE, dim=1).store(dS)
+    P = gl.convert_layout(P, operand)
+    dS = gl.convert_layout(dS, operand)
+    dv = warpgroup_mma(P, do, dv, is_async=True)
+    if TWO:
+        dk = warpgroup_mma(dS, q, dk, is_async=True)
+        masked = (i0 + PIECE < free_lo) | (i0 + 2 * PIECE > free_hi)
+        P2, dS2 = score_gradient(S2, dP2, L2, first, i0 + PIECE, masked, IN_FLIGHT, dtype, call, O)
+        own_dS.slice(PIECE, PIECE, dim=1).store(dS2)
+        P2 = gl.convert_layout(P2, operand)
+        dS2 = gl.convert_layout(dS2, operand)
+        dv = warpgroup_mma(P2, do2, dv, is_async=True)
+    fence_async_shared()
+    wait_for_stores()  # the dQ before has left its buffer
+    meet()  # dS of both is there; and both have read the one before the last, whose place is the next one's
+    dq = half_of_dq(ds_buffers, dS_at, rings.k.buffers, zero, C, O)
+    if TWO:
+        dk = warpgroup_mma(dS2, q2, dk, is_async=True)
+    else:
+        dk = warpgroup_mma(dS, q, dk, is_async=True)
+    dq = warpgroup_mma_wait(1, [dq])
+    add_to_dq(dq, dq_buffers.index(C), dq_desc, share)
+    if TWO:
+        dk, dv, P, dS, P2, dS2 = warpgroup_mma_wait(0, [dk, dv, P, dS, P2, dS2])
+    else:
+        dk, dv, P, dS = warpgroup_mma_wait(0, [dk, dv, P, dS])
+    rings.q.release(n)
+    return dk, dv
+
+
+@gluon.jit
+def consumer(dk_desc, dv_desc, dq_desc, ds_buffers, dq_buffers, rings, call, C: gl.constexpr, O: gl.constexpr):
+    """One warpgroup: keys [64 C, 64 C + 64) of the tile, and a half of each block's dQ."""
+    dtype: gl.constexpr = rings.q.buffers.dtype
+    WIDTH: gl.constexpr = O.WIDTH
+    SHARES: gl.constexpr = O.WIDTH // PIECE  # of 64 queries' dQ
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.WIDTH, 16])
+    tile, b, kv = which_keys(call)
+    first = tile + PIECE * C
+    lo, hi = query_blocks(tile, call, O.ROWS)
+    free_lo, free_hi = free_queries(first, call)
+    shares = (call.q_len + KEYS - 1) // KEYS * (KEYS // PIECE * SHARES)  # of a head
+    dk = gl.zeros([PIECE, WIDTH], gl.float32, layout)
+    dv = gl.zeros([PIECE, WIDTH], gl.float32, layout)
+    for c in gl.static_range(2):
+        rings.k.wait(c)
+    rings.v.wait(C)
+    n = 0  # blocks taken
+    for member in range(call.group):
+        head_share = (b * call.heads + kv * call.group + member) * shares + C
+        for block in range(lo, hi):
+            dk, dv = step(
+                dk, dv, n, first, block * O.ROWS, free_lo, free_hi, head_share + 2 * block, rings, ds_buffers, dq_buffers, dq_desc, call, C, O
+            )  # fmt: skip
+            n += 1
+    store_by_tma(dv.to(dtype), rings.v.buffers.index(C), dv_desc, [b, kv, first, 0])
+    meet()  # both have read K
+    store_by_tma((dk * (call.scale * LN2)).to(dtype), rings.k.buffers.index(C), dk_desc, [b, kv, first, 0])
+    wait_for_stores()
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "q_len", "k_len", "diagonal", "left", "right", "scale", "softcap", "heads", "group", "tiles", "together", "total",
+    ]
+)  # fmt: skip
+def backward_kernel(
+    dk, dv, dq, q, k, v, do, statistics,
+    q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total, O: gl.constexpr,
+):  # fmt: skip
+    """TMA descriptors all: dk, dv, k, v (B, Hkv, Sk, D) in blocks of 64 rows, q and do (B, Hq, Sq, D) of ROWS;
+    statistics (2, B Hq, Sq) fp32, -L and -delta; dq (shares of dQ * 16, 256) fp32, in blocks of a share.
+    """
+    q_buffers = gl.allocate_shared_memory(q.dtype, [O.STAGES, 1, 1, O.ROWS, O.WIDTH], q.layout)
+    do_buffers = gl.allocate_shared_memory(q.dtype, [O.STAGES, 1, 1, O.ROWS, O.WIDTH], do.layout)
+    of_rows = gl.allocate_shared_memory(gl.float32, [O.STAGES, 2, 1, O.ROWS], statistics.layout)
+    k_buffers = gl.allocate_shared_memory(q.dtype, [2, 1, 1, PIECE, O.WIDTH], k.layout)
+    v_buffers = gl.allocate_shared_memory(q.dtype, [2, 1, 1, PIECE, O.WIDTH], v.layout)
+    dS_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PIECE, O.ROWS], q.dtype)
+    ds_buffers = gl.allocate_shared_memory(q.dtype, [4, PIECE, O.ROWS], dS_layout)  # two of each consumer
+    dq_buffers = gl.allocate_shared_memory(gl.float32, [2, PIECE * PIECE // 256, 256], dq.layout)
+    BYTES: gl.constexpr = 2 * O.ROWS * (2 * O.WIDTH + 4)
+    rings = Rings(ring_of(k_buffers, 2), ring_of(v_buffers, 1), ring_of(q_buffers, 2), do_buffers, of_rows, BYTES)
+    fence_async_shared()
+    call = Call(q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total)
+    gl.warp_specialize([
+        (consumer, (dk, dv, dq, ds_buffers, dq_buffers, rings, call, 0, O)),
+        (consumer, (dk, dv, dq, ds_buffers, dq_buffers, rings, call, 1, O)),
+        (producer, (q, k, v, do, statistics, rings, call, O)),
+    ], [4, 1], [O.CONSUMER_REGISTERS, O.PRODUCER_REGISTERS])  # fmt: skip
+
+
+# ---- before and after ------------------------------------------------------------------------------------------------
+
+
+@triton.jit(
+    do_not_specialize=["heads", "q_len", "padded", "total", "scale", "do_b", "do_h", "do_r", "dlse_b", "dlse_h", "dlse_r"]
+)  # fmt: skip
+def prepare_kernel(
+    o, do, lse, dlse, statistics, dq, heads, q_len, padded, total, scale, do_b, do_h, do_r, dlse_b, dlse_h, dlse_r,
+    DV: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """-L and -delta of ROWS queries, and zeros for their dQ.
+
+    o (B, Hq, Sq, DV) and lse (B, Hq, Sq): contiguous. do's strides: in units of 8 elements. statistics: (2, total = B Hq,
+    padded), L in the unit of the main kernel's scores, which `scale` makes of lse. P of an empty row, and behind the last
+    one, is to be 0: its L is +inf.
+    """
+    tiles = padded // ROWS
+    bh = (tl.program_id(0) // tiles).to(tl.int64)
+    first = tl.program_id(0) % tiles * ROWS
+    b = bh // heads
+    h = bh % heads
+    rows = first + tl.arange(0, ROWS)
+    columns = tl.arange(0, WIDTH)[None, :]
+    inside = (rows < q_len)[:, None] & (columns < DV)
+    wide = rows.to(tl.int64)
+    O = tl.load(o + (bh * q_len + wide)[:, None] * DV + columns, mask=inside, other=0.0)
+    DO = tl.load(do + 8 * (b * do_b + h * do_h + wide * do_r)[:, None] + columns, mask=inside, other=0.0)
+    delta = tl.sum(O.to(tl.float32) * DO.to(tl.float32), 1)
+    if dlse is not None:
+        delta -= tl.load(dlse + b * dlse_b + h * dlse_h + wide * dlse_r, mask=rows < q_len, other=0.0)
+    L = tl.load(lse + bh * q_len + rows, mask=rows < q_len, other=-float("inf"))
+    at = bh * padded + rows
+    tl.store(statistics + at, tl.where(L == -float("inf"), L, -L * scale))
+    tl.store(statistics + total * padded.to(tl.int64) + at, -delta)
+    tl.store(dq + (bh * padded + first) * WIDTH + tl.arange(0, ROWS * WIDTH), tl.zeros((ROWS * WIDTH,), tl.float32))
+
+
+@triton.jit(do_not_specialize=["q_len", "padded", "scale"])
+def convert_kernel(dq, accumulator, q_len, padded, scale, D: tl.constexpr, WIDTH: tl.constexpr):
+    """One share (`add_to_dq`) of the accumulator, times the scale, to dq (B, Hq, Sq, D), contiguous."""
+    SIDE: tl.constexpr = 64
+    SHARES: tl.constexpr = WIDTH // SIDE
+    share = tl.program_id(0)
+    shares = padded // SIDE * SHARES  # of a head
+    bh = (share // shares).to(tl.int64)
+    share_of_head = share % shares
+    x = tl.load(accumulator + share.to(tl.int64) * (SIDE * SIDE) + tl.arange(0, SIDE * SIDE))
+    x = tl.permute(tl.reshape(x * scale, (SIDE // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+    x = tl.reshape(x, (SIDE, SIDE)).to(dq.dtype.element_ty)
+    rows = share_of_head // SHARES * SIDE + tl.arange(0, SIDE)[:, None]
+    columns = share_of_head % SHARES * SIDE + tl.arange(0, SIDE)[None, :]
+    tl.store(dq + (bh * q_len + rows) * D + columns, x, mask=(rows < q_len) & (columns < D))
