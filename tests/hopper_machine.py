@@ -154,10 +154,11 @@ class Block:
         plain = function.fn
         names = {**plain.__globals__, **{n: getattr(mask, n) for n in ("key_range", "mask_free_range", "tile_of")}}
         names |= {
-            "gl": _Language(self.program, self.programs), "mbarrier": self, "tma_load": self.tma_load, "PIECE": 64, "WALK": forward.WALK.value,
-            "put": self.put, "number": lambda buffer, at: buffer[0][at], "begin_claim": self.begin_claim,
-            "end_claim": self.end_claim, "take_turn": self.take_turn, "pass_turn": self.pass_turn,
-            "matrix": lambda buffer: _Tile(buffer[0]), "scores": self.scores, "warpgroup_mma": self.multiply, "INF": torch.inf,
+            "gl": _Language(self.program, self.programs), "mbarrier": self, "tma_load": self.tma_load,
+            "PIECE": 64, "WALK": forward.WALK.value, "put": self.put, "number": lambda buffer, at: buffer[0][at],
+            "begin_claim": self.begin_claim, "end_claim": self.end_claim, "take_turn": self.take_turn,
+            "pass_turn": self.pass_turn, "matrix": lambda buffer: _Tile(buffer[0]), "INF": torch.inf,
+            "scores": lambda q, k, _: _Tile((q, k)), "warpgroup_mma": self.multiply,
             "cap": lambda S, *_: S, "mask": self.mask, "rescale": lambda o, _: o,
             "stay_before": lambda _: None, "uniform": lambda x: x, "wait_for_stores": lambda: None,
             "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else deps,
@@ -165,6 +166,8 @@ class Block:
             "finalize": lambda *_: (Anything(), Anything()), "store_by_tma": self.store,
         }  # fmt: skip
         if function is forward.consumer:
+            names["attend"] = self.rewired(forward.attend)
+        if function is forward.attend:
             names |= {f.__name__: self.rewired(f) for f in (forward.first_step, forward.step, forward.walk_of)}
         return FunctionType(plain.__code__, names, plain.__name__)
 
@@ -206,9 +209,6 @@ class Block:
         assert len(self.turns[consumer]) == 1, (
             "a second arrival at a named barrier counts for the threads that wait there"
         )
-
-    def scores(self, q: Any, k: Any, O: Any) -> tuple[Any, ...]:
-        return _Tile((q, k))
 
     def multiply(self, P: Any, v: Any, o: Any, **_: Any) -> str:
         q, k = P.S
