@@ -160,7 +160,7 @@ class Block:
             "pass_turn": self.pass_turn, "matrix": lambda buffer: _Tile(buffer[0]), "INF": torch.inf,
             "scores": lambda q, k, _: _Tile((q, k)), "warpgroup_mma": self.multiply,
             "cap": lambda S, *_: S, "mask": self.mask, "rescale": lambda o, _: o,
-            "stay_before": lambda _: None, "uniform": lambda x: x, "wait_for_stores": lambda: None,
+            "stay_before": lambda _: None, "computed": lambda x: x, "uniform": lambda x: x, "wait_for_stores": lambda: None,
             "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else deps,
             "softmax": lambda S, *_: (_Scores(S), "m", Anything(), "alpha"),
             "finalize": lambda *_: (Anything(), Anything()), "store_by_tma": self.store,

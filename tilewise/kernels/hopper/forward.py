@@ -22,6 +22,7 @@ from .pipeline import (
     Ring,
     aggregate,
     begin_claim,
+    computed,
     end_claim,
     number,
     pass_turn,
@@ -354,7 +355,10 @@ def first_step(q, n, first, j0, masked, above, rings, call, KEYS: gl.constexpr, 
         S = mask(S, first, j0, call, O)
     m = gl.full([PIECE], -INF, gl.float32, gl.SliceLayout(1, S.type.layout))
     P, m, l, _ = softmax(S, m, gl.zeros([PIECE, 4], gl.float32, l_layout), call, True, O)
-    P = gl.convert_layout(P.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
+    P = P.to(dtype)
+    if KEYS < O.KEYS and (O.CONSUMER_REGISTERS < 240 or O.Q_IN_REGISTERS):
+        P = computed(P)  # Else ptxas issues the next S first, and has no registers for this one beside it.
+    P = gl.convert_layout(P, gl.DotOperandLayout(0, o_layout, 2))
     return P, gl.convert_layout(m, m_layout, assert_trivial=True), l
 
 
