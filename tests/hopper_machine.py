@@ -167,8 +167,6 @@ class Block:
             "finalize": lambda *_: (Anything(), Anything()), "store_by_tma": self.store,
         }  # fmt: skip
         if function is forward.consumer:
-            names["attend"] = self.rewired(forward.attend)
-        if function is forward.attend:
             names |= {f.__name__: self.rewired(f) for f in (forward.first_step, forward.step, forward.walk_of)}
         return FunctionType(plain.__code__, names, plain.__name__)
 

@@ -266,9 +266,11 @@ def test_partitions_hand_on_every_block_and_never_wait_for_ever(seed: int) -> No
     group, batch = r.choice((1, 2)), r.choice((1, 2))
     problem = problem_of(band=band, q_len=q_len, k_len=k_len, heads=2 * group, kv_heads=2, batch=batch)
     queries = r.choice((1, 2))
-    cfg = config.Config(r.choice((128, 192)), r.choice((64, 128)), r.choice((2, 3)), queries, r.random() < 0.7)
+    cfg = config.Config(
+        r.choice((128, 192)), r.choice((64, 128)), r.choice((2, 3)), queries, r.random() < 0.7, r.random() < 0.3
+    )
     options = replace(
-        host.Options.of(problem, cfg, band.offset(q_len, k_len)), O_IN_Q=queries == 1 and r.random() < 0.7
+        host.Options.of(problem, cfg, band.offset(q_len, k_len)), O_IN_Q=cfg.o_in_q(64, 64) and r.random() < 0.7
     )
     names = ("q_len", "k_len", "diagonal", "left", "right", "heads", "group", "tiles", "together", "total")
     tiles = -(-q_len // cfg.rows)

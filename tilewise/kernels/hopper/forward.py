@@ -388,101 +388,93 @@ def step(P, o, m, l, q, n, first, j0, masked, rings, call, C: gl.constexpr, O: g
 
 
 @gluon.jit
-def attend(row, t, n, o_desc, o_buffers, lse, sink, rings, call, C: gl.constexpr, O: gl.constexpr):
-    """A consumer's rows of tile t, row `row` of tiles of a head. n: blocks taken so far, and returned with this tile's.
+def consumer(o_desc, o_buffers, lse, sink, rings, call, C: gl.constexpr, O: gl.constexpr):
+    """One warpgroup: rows [64 C, 64 C + 64) of each tile.
 
     Of a tile's blocks the other consumers may see some that this one does not: those it hands back as they come, and
     hands the turn on for each, so that all take as many.
     """
     CONSUMERS: gl.constexpr = O.ROWS // PIECE
-    V_WIDTH: gl.constexpr = O.V_WIDTH
     dtype: gl.constexpr = rings.q.buffers.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.KEYS, 16])
+    V_WIDTH: gl.constexpr = O.V_WIDTH
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_WIDTH, 16])
-    message = rings.tiles.buffers.index(t % rings.tiles.STAGES)
-    first = row * O.ROWS + PIECE * C
-    b = number(message, 1)
-    h = number(message, 2)
-    if O.BANDED:
-        above, lo, hi, below, free_lo, free_hi, half = walk_of(message, C)
-    else:
-        tile_lo, tile_hi = call.blocks(first, PIECE, O)
-        above, lo, hi, below, free_lo, free_hi, half = call.walk(first, tile_lo, tile_hi, O)
-    rings.tiles.release(t)
-
-    for j in range(above):
-        rings.k.skip(n)
-        if j > 0:
-            rings.v.skip(n - 1)
-        take_turn(C)
-        pass_turn((C + 1) % CONSUMERS)
-        n += 1
-    # V of the last of them comes after K of the first own block: it is handed back when S of that has been made.
-
-    item = t * CONSUMERS + C
-    q_buffer = rings.q.wait(item)
-    q = matrix(q_buffer)
-    if O.Q_IN_REGISTERS:
-        q = q.load(gl.DotOperandLayout(0, s_layout, 2))
-        rings.q.release(item)
-    o = gl.zeros([PIECE, V_WIDTH], gl.float32, o_layout)
-    hi -= 1
-    masked = (hi < free_lo) | (hi >= free_hi)
-    if O.HALF and half > 0:
-        P_half, m, l = first_step(q, n, first, hi * O.KEYS, masked, above, rings, call, O.KEYS // 2, O)
-        hi -= 1
-        n += 1
-        masked = (hi < free_lo) | (hi >= free_hi)
-        P, o, m, l = step(P_half, o, m, l, q, n, first, hi * O.KEYS, masked, rings, call, C, O)
-    else:
-        P, m, l = first_step(q, n, first, hi * O.KEYS, masked, above, rings, call, O.KEYS, O)
-    n += 1
-    for j in range(hi - lo):
-        block = hi - 1 - j
-        masked = (block < free_lo) | (block >= free_hi)
-        P, o, m, l = step(P, o, m, l, q, n, first, block * O.KEYS, masked, rings, call, C, O)
-        n += 1
-    if not O.O_IN_Q and not O.Q_IN_REGISTERS:
-        rings.q.release(item)
-    v = rings.v.wait(n - 1)
-    o = warpgroup_mma(P, matrix(v), o, is_async=True)
-    l_row = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
-    o = warpgroup_mma_wait(0, [o])
-    rings.v.release(n - 1)
-    for _ in range(below):
-        take_turn(C)
-        pass_turn((C + 1) % CONSUMERS)
-        rings.k.skip(n)
-        rings.v.skip(n)
-        n += 1
-
-    factor, L = finalize(m, l_row, sink, h, O.SINK)
-    factor = gl.convert_layout(factor, gl.SliceLayout(1, o_layout), assert_trivial=True)
-    if O.O_IN_Q:
-        buffer = q_buffer
-    else:
-        buffer = o_buffers.index(C)
-        wait_for_stores()
-    store_by_tma((o * factor[:, None]).to(dtype), buffer, o_desc, [b, h, first, 0])
-    at = first + gl.arange(0, PIECE, gl.SliceLayout(1, s_layout))
-    gl.store(lse + (b.to(gl.int64) * call.heads + h) * call.q_len + at, L, mask=at < call.q_len)
-    if O.O_IN_Q:
-        wait_for_stores()
-        rings.q.release(item)
-    return n
-
-
-@gluon.jit
-def consumer(o_desc, o_buffers, lse, sink, rings, call, C: gl.constexpr, O: gl.constexpr):
-    """One warpgroup: rows [64 C, 64 C + 64) of each tile."""
     if C == 0:
         pass_turn(0)
     t = 0
     n = 0  # blocks taken
     row = number(rings.tiles.wait(0), 0)
     while row >= 0:
-        # A function: what stands in loops within loops Triton's front end goes through once for each of them, twice over.
-        n = attend(row, t, n, o_desc, o_buffers, lse, sink, rings, call, C, O)
+        message = rings.tiles.buffers.index(t % rings.tiles.STAGES)
+        first = row * O.ROWS + PIECE * C
+        b = number(message, 1)
+        h = number(message, 2)
+        if O.BANDED:
+            above, lo, hi, below, free_lo, free_hi, half = walk_of(message, C)
+        else:
+            tile_lo, tile_hi = call.blocks(first, PIECE, O)
+            above, lo, hi, below, free_lo, free_hi, half = call.walk(first, tile_lo, tile_hi, O)
+        rings.tiles.release(t)
+
+        for j in range(above):
+            rings.k.skip(n)
+            if j > 0:
+                rings.v.skip(n - 1)
+            take_turn(C)
+            pass_turn((C + 1) % CONSUMERS)
+            n += 1
+        # V of the last of them comes after K of the first own block: it is handed back when S of that has been made.
+
+        item = t * CONSUMERS + C
+        q_buffer = rings.q.wait(item)
+        q = matrix(q_buffer)
+        if O.Q_IN_REGISTERS:
+            q = q.load(gl.DotOperandLayout(0, s_layout, 2))
+            rings.q.release(item)
+        o = gl.zeros([PIECE, V_WIDTH], gl.float32, o_layout)
+        hi -= 1
+        masked = (hi < free_lo) | (hi >= free_hi)
+        if O.HALF and half > 0:
+            P_half, m, l = first_step(q, n, first, hi * O.KEYS, masked, above, rings, call, O.KEYS // 2, O)
+            hi -= 1
+            n += 1
+            masked = (hi < free_lo) | (hi >= free_hi)
+            P, o, m, l = step(P_half, o, m, l, q, n, first, hi * O.KEYS, masked, rings, call, C, O)
+        else:
+            P, m, l = first_step(q, n, first, hi * O.KEYS, masked, above, rings, call, O.KEYS, O)
+        n += 1
+        for j in range(hi - lo):
+            block = hi - 1 - j
+            masked = (block < free_lo) | (block >= free_hi)
+            P, o, m, l = step(P, o, m, l, q, n, first, block * O.KEYS, masked, rings, call, C, O)
+            n += 1
+        if not O.O_IN_Q and not O.Q_IN_REGISTERS:
+            rings.q.release(item)
+        v = rings.v.wait(n - 1)
+        o = warpgroup_mma(P, matrix(v), o, is_async=True)
+        l_row = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
+        o = warpgroup_mma_wait(0, [o])
+        rings.v.release(n - 1)
+        for _ in range(below):
+            take_turn(C)
+            pass_turn((C + 1) % CONSUMERS)
+            rings.k.skip(n)
+            rings.v.skip(n)
+            n += 1
+
+        factor, L = finalize(m, l_row, sink, h, O.SINK)
+        factor = gl.convert_layout(factor, gl.SliceLayout(1, o_layout), assert_trivial=True)
+        if O.O_IN_Q:
+            buffer = q_buffer
+        else:
+            buffer = o_buffers.index(C)
+            wait_for_stores()
+        store_by_tma((o * factor[:, None]).to(dtype), buffer, o_desc, [b, h, first, 0])
+        at = first + gl.arange(0, PIECE, gl.SliceLayout(1, s_layout))
+        gl.store(lse + (b.to(gl.int64) * call.heads + h) * call.q_len + at, L, mask=at < call.q_len)
+        if O.O_IN_Q:
+            wait_for_stores()
+            rings.q.release(item)
         t += 1
         row = number(rings.tiles.wait(t), 0)
     rings.tiles.release(t)
