@@ -119,7 +119,7 @@ class Block:
         rings |= {"k": (options.STAGES, self.consumers), "v": (options.STAGES, self.consumers)}
         self.rings = SimpleNamespace(**{name: self.ring(name, *sizes) for name, sizes in rings.items()})
         self.call = SimpleNamespace(**numbers)
-        for method in ("blocks", "free_blocks"):
+        for method in ("blocks", "walk"):
             setattr(self.call, method, self.rewired(getattr(forward.Call, method)).__get__(self.call))
         self.masked: set[Any] = set()
 
@@ -154,18 +154,20 @@ class Block:
         plain = function.fn
         names = {**plain.__globals__, **{n: getattr(mask, n) for n in ("key_range", "mask_free_range", "tile_of")}}
         names |= {
-            "gl": _Language(self.program, self.programs), "mbarrier": self, "tma_load": self.tma_load, "PIECE": 64,
-            "put_tile": self.put_tile, "take_tile": self.take_tile, "begin_claim": self.begin_claim,
-            "end_claim": self.end_claim, "take_turn": self.take_turn, "pass_turn": self.pass_turn,
-            "matrix": lambda buffer: buffer[0], "scores": self.scores, "warpgroup_mma": self.multiply, "INF": torch.inf,
+            "gl": _Language(self.program, self.programs), "mbarrier": self, "tma_load": self.tma_load,
+            "PIECE": 64, "WALK": forward.WALK.value, "put": self.put, "number": lambda buffer, at: buffer[0][at],
+            "begin_claim": self.begin_claim, "end_claim": self.end_claim, "take_turn": self.take_turn,
+            "pass_turn": self.pass_turn, "matrix": lambda buffer: _Tile(buffer[0]), "INF": torch.inf,
+            "scores": lambda q, k, _: _Tile((q, k)), "warpgroup_mma": self.multiply,
             "cap": lambda S, *_: S, "mask": self.mask, "rescale": lambda o, _: o,
-            "stay_before": lambda _: None, "uniform": lambda x: x, "wait_for_stores": lambda: None,
+            "stay_before": lambda _: None, "computed": lambda x: x, "uniform": lambda x: x,
+            "wait_for_stores": lambda: None,
             "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else deps,
-            "softmax": lambda S, *_: (_Scores(S), "m", Anything(), "alpha"), "half_block": self.half_block,
+            "softmax": lambda S, *_: (_Scores(S), "m", Anything(), "alpha"),
             "finalize": lambda *_: (Anything(), Anything()), "store_by_tma": self.store,
         }  # fmt: skip
         if function is forward.consumer:
-            names["step"] = self.rewired(forward.step)
+            names |= {f.__name__: self.rewired(f) for f in (forward.first_step, forward.step, forward.walk_of)}
         return FunctionType(plain.__code__, names, plain.__name__)
 
     def wait(self, barrier: Barrier, parity: int) -> None:
@@ -183,14 +185,9 @@ class Block:
         buffer[0] = (descriptor, *at)
         barrier.arrive()
 
-    def put_tile(self, ring: Any, n: int, row: int, bh: int) -> None:
-        ring.acquire(n)[0] = (row, bh)
-        ring.commit(n)
-
-    def take_tile(self, ring: Any, n: int) -> tuple[int, int]:
-        tile = ring.wait(n)[0]
-        ring.release(n)
-        return tile[0], _Int(tile[1])
+    def put(self, buffer: list[Any], at: int, numbers: tuple[int, ...]) -> None:
+        before = {} if at == 0 else buffer[0]
+        buffer[0] = before | dict(enumerate((_Int(number) for number in numbers), at))
 
     def begin_claim(self, counter: list[int]) -> int:
         counter[0] += 1
@@ -212,9 +209,6 @@ class Block:
             "a second arrival at a named barrier counts for the threads that wait there"
         )
 
-    def scores(self, q: Any, k: Any) -> tuple[Any, ...]:
-        return q, k
-
     def multiply(self, P: Any, v: Any, o: Any, **_: Any) -> str:
         q, k = P.S
         who = int(threading.current_thread().name)
@@ -229,20 +223,21 @@ class Block:
         self.masked.add(S)
         return S
 
-    def half_block(
-        self, m: Any, sums: Any, q: Any, n: int, first: int, j0: int, rings: Any, *_: Any
-    ) -> tuple[Any, ...]:
-        k = rings.k.wait(n)[0]
-        rings.k.release(n)
-        assert k[3] == j0
-        v = rings.v.wait(n)[0]
-        self.masked.add((q, k))
-        self.multiply(_Scores((q, k)), v, "o")
-        rings.v.release(n)
-        return "o", m, sums
-
     def store(self, tile: Any, buffer: Any, descriptor: str, at: list[int]) -> None:
         self.log.append(("store", int(threading.current_thread().name), tuple(at[:3])))
+
+
+class _Tile(tuple):
+    """(descriptor, where it begins) of a tile in shared memory, or the (Q, K) that scores are of."""
+
+    @property
+    def type(self) -> Anything:
+        return Anything()
+
+    def slice(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    load = slice
 
 
 class _Int(int):
@@ -278,4 +273,5 @@ class _Language(Anything):
         self.program_id = lambda _: program
         self.num_programs = lambda _: programs
         self.minimum, self.maximum, self.static_range = min, max, range
+        self.where = lambda condition, yes, no: yes if condition else no
         self.convert_layout = lambda x, *_, **__: x

@@ -136,6 +136,20 @@ def test_every_tile_has_its_turn_once_the_last_ones_first(heads: int, tiles: int
     assert [tile for tile, head in order if head == 0] == list(range(tiles))[::-1]
 
 
+@pytest.mark.parametrize("heads", [0, 1, 2, 16, 20, 33, 128, 1024])
+@pytest.mark.parametrize("size", [1, 1 << 18, 4 << 20, 10 << 20, 1 << 30])
+def test_heads_side_by_side_come_in_even_groups_that_fit(heads: int, size: int) -> None:
+    pytest.importorskip("triton")
+    from tilewise.kernels.triton.host import TOGETHER_BYTES, side_by_side
+
+    together = side_by_side(heads, size)
+    assert together == 1 or together * size <= TOGETHER_BYTES
+    if heads:
+        last = (heads - 1) % together + 1
+        assert last > together // 2, (together, last)
+        assert together == heads or together * 2 > min(TOGETHER_BYTES // size, 32), "far fewer than could"
+
+
 # ---- the kernels, compiled -------------------------------------------------------------------------------------------
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -210,9 +224,11 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
     assert "warning" not in said, said
     for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
         assert instruction in listing, instruction
-    # In each consumer's loop the exponentials lie between the wait for S and the one for P V, which is in flight there.
+    # In each consumer's loop, and in its step behind half a block, the exponentials lie between the wait for S and the
+    # one for P V, which is in flight there.
+    steps = 2 if cfg.half and problem.band.right is not None else 1
     overlapped = re.findall(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", listing, re.DOTALL)
-    assert [part.count("MUFU.EX2") >= cfg.keys // 2 for part in overlapped] == [True] * cfg.consumers
+    assert [part.count("MUFU.EX2") >= cfg.keys // 2 for part in overlapped] == [True] * cfg.consumers * steps
     assert not any(re.search("STL|LDL", part) for part in overlapped)
 
 
@@ -250,9 +266,11 @@ def test_partitions_hand_on_every_block_and_never_wait_for_ever(seed: int) -> No
     group, batch = r.choice((1, 2)), r.choice((1, 2))
     problem = problem_of(band=band, q_len=q_len, k_len=k_len, heads=2 * group, kv_heads=2, batch=batch)
     queries = r.choice((1, 2))
-    cfg = config.Config(r.choice((128, 192)), r.choice((64, 128)), r.choice((2, 3)), queries, r.random() < 0.7)
+    cfg = config.Config(
+        r.choice((128, 192)), r.choice((64, 128)), r.choice((2, 3)), queries, r.random() < 0.7, r.random() < 0.3
+    )
     options = replace(
-        host.Options.of(problem, cfg, band.offset(q_len, k_len)), O_IN_Q=queries == 1 and r.random() < 0.7
+        host.Options.of(problem, cfg, band.offset(q_len, k_len)), O_IN_Q=cfg.o_in_q(64, 64) and r.random() < 0.7
     )
     names = ("q_len", "k_len", "diagonal", "left", "right", "heads", "group", "tiles", "together", "total")
     tiles = -(-q_len // cfg.rows)

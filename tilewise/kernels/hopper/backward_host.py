@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from ...problem import Aux, Grads, Origin, Problem
 from ..launch import Box, Ready
 from ..tensors import READY, Memory, Strides, dense_rows, empty_strided, memory, q_shape, v_shape
-from ..triton.host import LOG2E, TOGETHER_BYTES, strides
+from ..triton.host import LOG2E, side_by_side, strides
 from . import config
 from .backward import backward_kernel, convert_kernel, prepare_kernel
 from .config import BACKWARD_KEYS, PIECE, Backward
@@ -137,4 +137,4 @@ def _together(problem: Problem, wide: int) -> int:
     if problem.band.is_full:
         return 1
     size = problem.q_len * problem.group * wide * (2 * problem.dtype.itemsize + 4)
-    return max(1, min(TOGETHER_BYTES // size, 32))
+    return side_by_side(problem.batch * problem.kv_heads, size)

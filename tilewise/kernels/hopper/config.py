@@ -19,6 +19,7 @@ class Config:
 
     queries: how many tiles of Q are: 1, whose place O takes before the next one, or 2, and O has a place of its own.
     half: a first block of which at most half is seen is taken as half a block.
+    q_in_registers: a consumer's piece of Q goes there once, and its place is free for the next tile's.
     """
 
     rows: int
@@ -26,10 +27,15 @@ class Config:
     stages: int
     queries: int
     half: bool = False
+    q_in_registers: bool = False
 
     @property
     def consumers(self) -> int:
         return self.rows // PIECE
+
+    def o_in_q(self, wide: int, v_wide: int) -> bool:
+        """O is stored through Q's place."""
+        return self.queries == 1 and wide == v_wide and not self.q_in_registers
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -90,7 +96,7 @@ def choose(problem: Problem) -> Config:
 def shared_bytes(config: Config, wide: int, v_wide: int) -> int:
     """Bytes of shared memory that a block takes, without its barriers (less than 1 KiB)."""
     q = config.rows * wide * config.queries
-    o = 0 if config.queries == 1 and wide == v_wide else config.rows * v_wide
+    o = 0 if config.o_in_q(wide, v_wide) else config.rows * v_wide
     return 2 * (q + o + config.stages * config.keys * (wide + v_wide))
 
 

@@ -22,13 +22,14 @@ from .pipeline import (
     Ring,
     aggregate,
     begin_claim,
+    computed,
     end_claim,
+    number,
     pass_turn,
-    put_tile,
+    put,
     ring_of,
     stay_before,
     store_by_tma,
-    take_tile,
     take_turn,
     uniform,
     wait_for_stores,
@@ -38,6 +39,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 INF = gl.constexpr(float("inf"))
 PIECE = gl.constexpr(64)  # rows of a consumer: wgmma's
+WALK = gl.constexpr(7)  # numbers of `Call.walk`
 GROWTH = gl.constexpr(8.0)  # bits that a row's maximum may grow by before l and O are rescaled
 
 key_range = gluon.jit(arithmetic.key_range)
@@ -91,19 +93,34 @@ class Call:
         return lo // O.KEYS, gl.maximum((hi + O.KEYS - 1) // O.KEYS, lo // O.KEYS + 1)
 
     @gluon.jit
-    def free_blocks(self, first, O: gl.constexpr):
-        """Blocks [lo, hi) that each of a piece's rows sees all of."""
-        lo = 0
-        hi = self.k_len
+    def walk(self, first, tile_lo, tile_hi, O: gl.constexpr):
+        """(above, lo, hi, below, free_lo, free_hi, half): what the piece at `first` takes of its tile's blocks [tile_lo, tile_hi).
+
+        As they come, the last first: it skips `above`, takes [lo, hi) and skips `below`. In [free_lo, free_hi) each row
+        sees all keys. half: 1 where its first block is to be taken as half a block.
+        """
+        lo, hi = self.blocks(first, PIECE, O)
+        lo = gl.minimum(gl.maximum(lo, tile_lo), tile_hi - 1)
+        hi = gl.minimum(gl.maximum(hi, lo + 1), tile_hi)
+        free_lo = 0
+        free_hi = self.k_len
+        half = 0
         if O.BANDED:
             last = gl.minimum(first + PIECE, self.q_len)
-            lo, hi = mask_free_range(first, last, self.left, self.right, self.diagonal, self.k_len)
-        return (lo + O.KEYS - 1) // O.KEYS, hi // O.KEYS
+            free_lo, free_hi = mask_free_range(first, last, self.left, self.right, self.diagonal, self.k_len)
+            if O.HALF:
+                seen = gl.minimum(last + self.diagonal + self.right, self.k_len)
+                half = gl.where((seen <= (hi - 1) * O.KEYS + O.KEYS // 2) & (hi - lo > 1), 1, 0)
+        return tile_hi - hi, lo, hi, lo - tile_lo, (free_lo + O.KEYS - 1) // O.KEYS, free_hi // O.KEYS, half
 
 
 @aggregate
 class Rings:
-    """What the producer hands the consumers. Of q, item t * consumers + c is consumer c's piece of tile t."""
+    """What the producer hands the consumers. Of q, item t * consumers + c is consumer c's piece of tile t.
+
+    tiles: (row, b, h) of the tile, row -1 behind the last one, and with a Band each consumer's walk (`Call.walk`): reckoned
+    by the producer, that has the time, while the consumers are at the tile before.
+    """
 
     tiles: Ring
     q: Ring
@@ -135,13 +152,18 @@ def producer(q_desc, k_desc, v_desc, counter, rings, call, O: gl.constexpr):
     n = 0  # blocks loaded
     while tile < call.total:
         row, bh = tile_of(tile, call.tiles, call.together, call.total // call.tiles)
-        put_tile(rings.tiles, t, row, bh)
         b = bh // call.heads
         h = bh % call.heads
         kv = h // call.group
         for c in gl.static_range(CONSUMERS):
             rings.q.load(t * CONSUMERS + c, q_desc, [b, h, row * O.ROWS + PIECE * c, 0])
         lo, hi = call.blocks(row * O.ROWS, O.ROWS, O)
+        message = rings.tiles.acquire(t)
+        put(message, 0, (row, b, h))
+        if O.BANDED:
+            for c in gl.static_range(CONSUMERS):
+                put(message, 3 + WALK * c, call.walk(row * O.ROWS + PIECE * c, lo, hi, O))
+        rings.tiles.commit(t)
         claim = tile
         for j in range(hi - lo):
             block = hi - 1 - j
@@ -154,7 +176,8 @@ def producer(q_desc, k_desc, v_desc, counter, rings, call, O: gl.constexpr):
         rings.v.load(n - 1, v_desc, [b, kv, lo * O.KEYS, 0])
         t += 1
         tile = end_claim(claim, counter, call.total)
-    put_tile(rings.tiles, t, tile * 0 - 1, tile * 0)
+    put(rings.tiles.acquire(t), 0, (-1, 0, 0))
+    rings.tiles.commit(t)
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -169,10 +192,12 @@ def matrix(buffer):
 
 
 @gluon.jit
-def scores(q, k):
+def scores(q, k, O: gl.constexpr):
     """S = Q K^T of a piece and a block of keys in shared memory; asynchronous."""
     KEYS: gl.constexpr = k.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    if O.Q_IN_REGISTERS:
+        q = gl.convert_layout(q, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
     zero = gl.zeros([PIECE, KEYS], gl.float32, layout)
     return warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
 
@@ -301,14 +326,52 @@ def finalize(m, l, sink, h, SINK: gl.constexpr):
 
 
 @gluon.jit
+def walk_of(message, C: gl.constexpr):
+    """Consumer C's `Call.walk`."""
+    at: gl.constexpr = 3 + WALK * C
+    return (
+        number(message, at), number(message, at + 1), number(message, at + 2), number(message, at + 3),
+        number(message, at + 4), number(message, at + 5), number(message, at + 6),
+    )  # fmt: skip
+
+
+@gluon.jit
+def first_step(q, n, first, j0, masked, above, rings, call, KEYS: gl.constexpr, O: gl.constexpr):
+    """(P, m, l) of a piece's first block n, or of the first KEYS keys of it. above: how many blocks it has skipped."""
+    dtype: gl.constexpr = rings.q.buffers.dtype
+    m_layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.KEYS, 16]))
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.V_WIDTH, 16])
+    l_layout: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [PIECE, 4]
+    )
+    k = matrix(rings.k.wait(n))
+    S = scores(q, k.slice(0, KEYS, dim=0), O)
+    S = warpgroup_mma_wait(0, [S])
+    rings.k.release(n)
+    if above > 0:
+        rings.v.skip(n - 1)  # which comes after K of this block
+    S = cap(S, call, O)
+    if masked:
+        S = mask(S, first, j0, call, O)
+    m = gl.full([PIECE], -INF, gl.float32, gl.SliceLayout(1, S.type.layout))
+    P, m, l, _ = softmax(S, m, gl.zeros([PIECE, 4], gl.float32, l_layout), call, True, O)
+    P = P.to(dtype)
+    if KEYS < O.KEYS and (O.CONSUMER_REGISTERS < 240 or O.Q_IN_REGISTERS):
+        P = computed(P)  # Else ptxas issues the next S first, and has no registers for this one beside it.
+    P = gl.convert_layout(P, gl.DotOperandLayout(0, o_layout, 2))
+    return P, gl.convert_layout(m, m_layout, assert_trivial=True), l
+
+
+@gluon.jit
 def step(P, o, m, l, q, n, first, j0, masked, rings, call, C: gl.constexpr, O: gl.constexpr):
-    """S of block n and O += P V of the block before; both are in flight at once, and P V during the softmax of S."""
+    """S of block n and O += P V of the block before, of as many keys as P has; both are in flight at once, and P V
+    during the softmax of S."""
     CONSUMERS: gl.constexpr = O.ROWS // PIECE
     k = rings.k.wait(n)
     take_turn(C)
-    S = scores(q, matrix(k))
+    S = scores(q, matrix(k), O)
     v = rings.v.wait(n - 1)
-    o = warpgroup_mma(P, matrix(v), o, is_async=True)
+    o = warpgroup_mma(P, matrix(v).slice(0, P.shape[1], dim=0), o, is_async=True)
     pass_turn((C + 1) % CONSUMERS)
     S = warpgroup_mma_wait(1, [S])
     rings.k.release(n)
@@ -325,29 +388,6 @@ def step(P, o, m, l, q, n, first, j0, masked, rings, call, C: gl.constexpr, O: g
 
 
 @gluon.jit
-def half_block(m, l, q, n, first, j0, rings, call, O: gl.constexpr):
-    """(O, m, l) of a first block of whose keys only the first half is seen: half the work, nothing overlapped."""
-    HALF: gl.constexpr = O.KEYS // 2
-    k = rings.k.wait(n)
-    S = scores(q, matrix(k).slice(0, HALF, dim=0))
-    S = warpgroup_mma_wait(0, [S])
-    rings.k.release(n)
-    S = mask(cap(S, call, O), first, j0, call, O)
-    m_layout: gl.constexpr = m.type.layout
-    m = gl.convert_layout(m, gl.SliceLayout(1, S.type.layout), assert_trivial=True)
-    P, m, l, _ = softmax(S, m, l, call, True, O)
-    V_WIDTH: gl.constexpr = O.V_WIDTH
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_WIDTH, 16])
-    P = gl.convert_layout(P.to(rings.q.buffers.dtype), gl.DotOperandLayout(0, o_layout, 2))
-    v = rings.v.wait(n)
-    o = gl.zeros([PIECE, V_WIDTH], gl.float32, o_layout)
-    o = warpgroup_mma(P, matrix(v).slice(0, HALF, dim=0), o, use_acc=False, is_async=True)
-    o = warpgroup_mma_wait(0, [o])
-    rings.v.release(n)
-    return o, gl.convert_layout(m, m_layout, assert_trivial=True), l
-
-
-@gluon.jit
 def consumer(o_desc, o_buffers, lse, sink, rings, call, C: gl.constexpr, O: gl.constexpr):
     """One warpgroup: rows [64 C, 64 C + 64) of each tile.
 
@@ -355,28 +395,27 @@ def consumer(o_desc, o_buffers, lse, sink, rings, call, C: gl.constexpr, O: gl.c
     hands the turn on for each, so that all take as many.
     """
     CONSUMERS: gl.constexpr = O.ROWS // PIECE
-    V_WIDTH: gl.constexpr = O.V_WIDTH
     dtype: gl.constexpr = rings.q.buffers.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.KEYS, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.V_WIDTH, 16])
-    m_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    l_layout: gl.constexpr = gl.DistributedLinearLayout(
-        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [PIECE, 4]
-    )
+    V_WIDTH: gl.constexpr = O.V_WIDTH
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_WIDTH, 16])
     if C == 0:
         pass_turn(0)
     t = 0
     n = 0  # blocks taken
-    row, bh = take_tile(rings.tiles, 0)
+    row = number(rings.tiles.wait(0), 0)
     while row >= 0:
+        message = rings.tiles.buffers.index(t % rings.tiles.STAGES)
         first = row * O.ROWS + PIECE * C
-        tile_lo, tile_hi = call.blocks(row * O.ROWS, O.ROWS, O)
-        lo, hi = call.blocks(first, PIECE, O)
-        lo = gl.minimum(gl.maximum(lo, tile_lo), tile_hi - 1)
-        hi = gl.minimum(gl.maximum(hi, lo + 1), tile_hi)
-        free_lo, free_hi = call.free_blocks(first, O)
+        b = number(message, 1)
+        h = number(message, 2)
+        if O.BANDED:
+            above, lo, hi, below, free_lo, free_hi, half = walk_of(message, C)
+        else:
+            tile_lo, tile_hi = call.blocks(first, PIECE, O)
+            above, lo, hi, below, free_lo, free_hi, half = call.walk(first, tile_lo, tile_hi, O)
+        rings.tiles.release(t)
 
-        above = tile_hi - hi
         for j in range(above):
             rings.k.skip(n)
             if j > 0:
@@ -389,73 +428,56 @@ def consumer(o_desc, o_buffers, lse, sink, rings, call, C: gl.constexpr, O: gl.c
         item = t * CONSUMERS + C
         q_buffer = rings.q.wait(item)
         q = matrix(q_buffer)
-        m = gl.full([PIECE], -INF, gl.float32, m_layout)
-        l = gl.zeros([PIECE, 4], gl.float32, l_layout)
+        if O.Q_IN_REGISTERS:
+            q = q.load(gl.DotOperandLayout(0, s_layout, 2))
+            rings.q.release(item)
         o = gl.zeros([PIECE, V_WIDTH], gl.float32, o_layout)
-        half = False
-        if O.HALF:
-            seen = gl.minimum(gl.minimum(first + PIECE, call.q_len) + call.diagonal + call.right, call.k_len)
-            half = (seen <= (hi - 1) * O.KEYS + O.KEYS // 2) & (hi - lo > 1)
-            if half:
-                if above > 0:
-                    rings.v.skip(n - 1)
-                    above = above * 0
-                o, m, l = half_block(m, l, q, n, first, (hi - 1) * O.KEYS, rings, call, O)
-                n += 1
-                hi -= 1
-                take_turn(C)
-        k = rings.k.wait(n)
-        S = scores(q, matrix(k))
-        if O.HALF and half:
-            pass_turn((C + 1) % CONSUMERS)
-        S = warpgroup_mma_wait(0, [S])
-        rings.k.release(n)
-        if above > 0:
-            rings.v.skip(n - 1)
-        S = cap(S, call, O)
-        if (hi - 1 < free_lo) | (hi - 1 >= free_hi):
-            S = mask(S, first, (hi - 1) * O.KEYS, call, O)
-        P, m, l, alpha = softmax(S, m, l, call, True, O)
-        P = gl.convert_layout(P.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
-        if O.HALF and half:
-            o = rescale(o, alpha)
+        hi -= 1
+        masked = (hi < free_lo) | (hi >= free_hi)
+        if O.HALF and half > 0:
+            P_half, m, l = first_step(q, n, first, hi * O.KEYS, masked, above, rings, call, O.KEYS // 2, O)
+            hi -= 1
+            n += 1
+            masked = (hi < free_lo) | (hi >= free_hi)
+            P, o, m, l = step(P_half, o, m, l, q, n, first, hi * O.KEYS, masked, rings, call, C, O)
+        else:
+            P, m, l = first_step(q, n, first, hi * O.KEYS, masked, above, rings, call, O.KEYS, O)
         n += 1
-        for j in range(1, hi - lo):
+        for j in range(hi - lo):
             block = hi - 1 - j
             masked = (block < free_lo) | (block >= free_hi)
             P, o, m, l = step(P, o, m, l, q, n, first, block * O.KEYS, masked, rings, call, C, O)
             n += 1
-        if not O.O_IN_Q:
+        if not O.O_IN_Q and not O.Q_IN_REGISTERS:
             rings.q.release(item)
         v = rings.v.wait(n - 1)
         o = warpgroup_mma(P, matrix(v), o, is_async=True)
-        l_row = gl.convert_layout(gl.sum(l, 1), m_layout)
+        l_row = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
         o = warpgroup_mma_wait(0, [o])
         rings.v.release(n - 1)
-        for _ in range(lo - tile_lo):
+        for _ in range(below):
             take_turn(C)
             pass_turn((C + 1) % CONSUMERS)
             rings.k.skip(n)
             rings.v.skip(n)
             n += 1
 
-        b = bh // call.heads
-        h = bh % call.heads
         factor, L = finalize(m, l_row, sink, h, O.SINK)
         factor = gl.convert_layout(factor, gl.SliceLayout(1, o_layout), assert_trivial=True)
-        at = first + gl.arange(0, PIECE, m_layout)
-        gl.store(lse + bh.to(gl.int64) * call.q_len + at, L, mask=at < call.q_len)
         if O.O_IN_Q:
             buffer = q_buffer
         else:
             buffer = o_buffers.index(C)
             wait_for_stores()
         store_by_tma((o * factor[:, None]).to(dtype), buffer, o_desc, [b, h, first, 0])
+        at = first + gl.arange(0, PIECE, gl.SliceLayout(1, s_layout))
+        gl.store(lse + (b.to(gl.int64) * call.heads + h) * call.q_len + at, L, mask=at < call.q_len)
         if O.O_IN_Q:
             wait_for_stores()
             rings.q.release(item)
         t += 1
-        row, bh = take_tile(rings.tiles, t)
+        row = number(rings.tiles.wait(t), 0)
+    rings.tiles.release(t)
     wait_for_stores()
 
 
@@ -473,7 +495,7 @@ def forward_kernel(
     sink: (Hq,) or None. counter: one int32, 0 before the launch and after it.
     """
     CONSUMERS: gl.constexpr = O.ROWS // PIECE
-    tile_buffers = gl.allocate_shared_memory(gl.int64, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tile_buffers = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_buffers = gl.allocate_shared_memory(q.dtype, [O.QUERIES * CONSUMERS, 1, 1, PIECE, O.WIDTH], q.layout)
     k_buffers = gl.allocate_shared_memory(k.dtype, [O.STAGES, 1, 1, O.KEYS, O.WIDTH], k.layout)
     v_buffers = gl.allocate_shared_memory(v.dtype, [O.STAGES, 1, 1, O.KEYS, O.V_WIDTH], v.layout)

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from ...problem import Aux, Origin, Problem
 from ..launch import Box, Ready
 from ..tensors import READY, Memory, Strides, dense_rows, empty_strided, memory, q_shape, v_shape, whole
-from ..triton.host import LOG2E, TOGETHER_BYTES
+from ..triton.host import LOG2E, together
 from . import config
 from .config import PIECE, Config
 from .forward import forward_kernel
@@ -30,6 +30,7 @@ class Options:
     KEYS: int
     STAGES: int
     QUERIES: int
+    Q_IN_REGISTERS: bool
     O_IN_Q: bool  # O is stored through Q's buffer
     BANDED: bool  # some keys may not be seen
     LEFT: bool  # the Band is bounded on this side
@@ -50,7 +51,7 @@ class Options:
         consumer_registers, producer_registers = cfg.registers
         return cls(
             WIDTH=wide, V_WIDTH=v_wide, ROWS=cfg.rows, KEYS=cfg.keys, STAGES=cfg.stages, QUERIES=cfg.queries,
-            O_IN_Q=cfg.queries == 1 and wide == v_wide, BANDED=not band.is_full, LEFT=band.left is not None,
+            Q_IN_REGISTERS=cfg.q_in_registers, O_IN_Q=cfg.o_in_q(wide, v_wide), BANDED=not band.is_full, LEFT=band.left is not None,
             MASKED=band.left is not None or cut,
             HALF=cfg.half and band.right is not None, SOFTCAP=problem.softcap > 0, SINK=problem.sink,
             CONSUMER_REGISTERS=consumer_registers, PRODUCER_REGISTERS=producer_registers,
@@ -96,7 +97,7 @@ def launch_of(problem: Problem, origin: Origin, at_once: int, *of_rows: Strides)
     )
     numbers = (
         problem.q_len, problem.k_len, diagonal, left, right, problem.scale * LOG2E, problem.softcap * LOG2E,
-        problem.heads, problem.group, tiles, _together(problem), total,
+        problem.heads, problem.group, tiles, together(problem), total,
     )  # fmt: skip
     grid = (min(total, at_once),)
     return Launch(Ready(forward_kernel, grid, numbers, {"O": options}, 4, 1, dict(enumerate(boxes))), o, lse)
@@ -108,14 +109,6 @@ def box_of(shape: tuple[int, ...], strides: Strides, side: tuple[int, int], dtyp
     assert found is not None, "there is none of an empty or an expanded tensor"
     elements = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
     return replace(found, layout=gl.NVMMASharedLayout.get_default_for(list(found.block), elements))
-
-
-def _together(problem: Problem) -> int:
-    """How many query heads walk their tiles side by side, so that their keys are in the L2 at once."""
-    if problem.band.is_full:
-        return 1
-    size = max(problem.k_len, 1) * (problem.qk_dim + problem.v_dim) * problem.dtype.itemsize
-    return max(1, min(TOGETHER_BYTES // size, 32)) * problem.group
 
 
 @lru_cache
