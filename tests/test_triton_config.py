@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from spills import SPILLS
 
 import tilewise
 from tilewise import Problem, causal
@@ -45,7 +46,8 @@ EVERYTHING = ("dressed", "dressed blocks")  # all options at once, with a boolea
 
 def options(found: tables.Row) -> list[str]:
     """What to ask of a row, so that each of its Configs is compiled."""
-    others = [kind for kind in tables.KINDS[2:] if getattr(found, kind) is not None]
+    usual = found.plain, found.dressed
+    others = [kind for kind in tables.KINDS[2:] if kind == "blocks" or found.config(kind) not in usual]
     return ["plain", *others, *EVERYTHING]
 
 
@@ -59,18 +61,24 @@ def every_row() -> Iterator[Case]:
                         yield arch, direction, width, itemsize, name
 
 
+def table_of(arch: str, key: tuple[str, int, int]) -> str:
+    """The name of the table that has the architecture's row."""
+    return next(name for name in TABLES if TABLES[name].get(key) is row(arch, *key))
+
+
 def asked(case: Case, d: int, v_dim: int) -> tuple[Problem, tilewise.problem.Aux, list[torch.Tensor]]:
     """A problem of the kind that the case's name says."""
     arch, direction, _, itemsize, name = case
     # Turing has no bf16.
     dtype = torch.float32 if itemsize == 4 else torch.float16 if arch == "sm75" else torch.bfloat16
-    long = {"long": tables.LONG, "window": tables.LONG, "longest": tables.LONGEST}
+    long = dict.fromkeys(("long", "long full", "window"), tables.LONG)
     length = long.get(name, 240) + 8  # no side divides it: kernels with all their loops
     q, k, v = (torch.empty(1, 2, length, size, dtype=dtype) for size in (d, d, v_dim))
     seen = torch.ones(1, 2, 248, 248, dtype=torch.bool)
+    blocks = tilewise.BlockMask.from_dense(seen)
     mask = {
-        "full": None, "window": tilewise.sliding_window(100), "blocks": tilewise.BlockMask.from_dense(seen),
-        "dressed": causal & seen, "dressed blocks": causal & tilewise.BlockMask.from_dense(seen),
+        "full": None, "long full": None, "window": tilewise.sliding_window(100), "blocks": blocks,
+        "dressed": causal & seen, "dressed blocks": causal & blocks,
     }.get(name, causal)  # fmt: skip
     given = {}
     if name in EVERYTHING:
@@ -91,8 +99,8 @@ def check(case: Case, d: int | None = None, v_dim: int | None = None) -> None:
         pytest.skip("in Triton's interpreter there are no binaries")
     from triton.backends.compiler import GPUTarget
 
+    from tilewise.kernels.launch import compile_for, recording, resources
     from tilewise.kernels.triton import host
-    from tilewise.kernels.triton.launch import compile_for, recording, resources
 
     arch, direction, width, itemsize, _ = case
     problem, aux, tensors = asked(case, d or width, v_dim or width)
@@ -105,7 +113,7 @@ def check(case: Case, d: int | None = None, v_dim: int | None = None) -> None:
     taken = resources(compiled)
     assert not taken.unwritten, "ptxas left out an instruction"
     config, dressed = choose(problem, direction), tables.is_dressed(problem)
-    allowed = row(arch, direction, width, itemsize).spills[dressed]
+    allowed = SPILLS.get((table_of(arch, (direction, width, itemsize)), direction, width, itemsize), (0, 0))[dressed]
     allowed *= 1 if triton.__version__.startswith(TABLED) else OTHERS_SPILL
     assert taken.spilled <= allowed, f"{config}: {taken.spilled} bytes spill, {allowed} may"
     bound = tables.shared_bound(config, direction, width, itemsize, dressed)
@@ -153,6 +161,10 @@ def test_sides_are_powers_of_two_and_pipelines_fit() -> None:
                         assert arch in ("sm90", "sm100", "sm120") or not config.tma, where
 
 
+def test_what_is_said_to_spill_is_there() -> None:
+    assert all((kernel, width, size) in TABLES[name] for name, kernel, width, size in SPILLS)
+
+
 def test_each_row_has_its_evidence_and_is_reached() -> None:
     reached = {
         id(row(arch, direction, width, itemsize))
@@ -179,15 +191,12 @@ def test_the_greater_head_size_counts_rounded_up(d: int, d_v: int, width: int) -
 
 
 def test_the_nearest_table_answers_first() -> None:
-    def table(arch: str, key: tuple[str, int, int]) -> str:
-        return next(name for name in TABLES if TABLES[name].get(key) is row(arch, *key))
-
-    assert table("sm80", ("forward", 128, 2)) == "sm80"
-    assert table("sm80", ("dkdv", 128, 2)) == "sm86"
-    assert table("sm89", ("forward", 128, 2)) == "sm86"
-    assert table("cuda", ("forward", 64, 2)) == table("hip", ("forward", 64, 2)) == "hip"
-    assert table("sm90", ("forward", 128, 4)) == "any"
-    assert table("sm61", ("forward", 64, 2)) == "any"
+    assert table_of("sm80", ("forward", 128, 2)) == "sm80"
+    assert table_of("sm80", ("dkdv", 128, 2)) == "sm86"
+    assert table_of("sm89", ("forward", 128, 2)) == "sm86"
+    assert table_of("cuda", ("forward", 64, 2)) == table_of("hip", ("forward", 64, 2)) == "hip"
+    assert table_of("sm90", ("forward", 128, 4)) == "any"
+    assert table_of("sm61", ("forward", 64, 2)) == "any"
 
 
 def test_an_unknown_device_gets_the_conservative_row() -> None:
@@ -203,13 +212,15 @@ SEEN = torch.ones(32, 32, dtype=torch.bool)
 
 
 def test_what_a_row_does_not_say_apart() -> None:
-    configs = {kind: tables.Config(16, 16, 4, n) for n, kind in enumerate(tables.KINDS)}
-    full = tables.Row(evidence="compiled", **configs)
-    assert {kind: full.config(kind) for kind in tables.KINDS} == configs
-    least = replace(full, **dict.fromkeys(tables.KINDS[2:]))
+    own = [kind for kind in tables.KINDS if kind != "long full"]
+    configs = {kind: tables.Config(16, 16, 4, n) for n, kind in enumerate(own)}
+    all_said = tables.Row(evidence="compiled", **configs)
+    assert {kind: all_said.config(kind) for kind in own} == configs
+    assert all_said.config("long full") == configs["long"]
+    assert replace(all_said, long=None).config("long full") == configs["full"]
+    least = replace(all_said, **dict.fromkeys(own[2:]))
     for kind in tables.KINDS[2:]:
         assert least.config(kind) == configs["dressed" if kind == "bias" else "plain"]
-    assert replace(full, longest=None).config("longest") == configs["long"]
 
 
 @pytest.mark.parametrize(
@@ -232,14 +243,16 @@ def test_the_options_decide_which_config_of_a_row_serves(options: dict, kind: st
 
 
 @pytest.mark.parametrize(
-    ("mask", "kind"), [(None, "long"), (causal, "long"), (tilewise.sliding_window(9), "window")], ids=str
+    ("mask", "kind"), [(None, "long full"), (causal, "long"), (tilewise.sliding_window(9), "window")], ids=str
 )
-@pytest.mark.parametrize("length", [tables.LONG, tables.LONGEST])
-def test_long_sequences_have_configs_of_their_own(mask: tilewise.Band | None, kind: str, length: int) -> None:
-    problem = replace(of("sm90", mask=mask), q_len=length, k_len=length)
-    kind = "longest" if (kind, length) == ("long", tables.LONGEST) else kind
-    assert tables.kind_of(problem) == kind
-    assert choose(problem, "dkdv") == row("sm90", "dkdv", 64, 2).config(kind)
+def test_long_and_packed_sequences_have_configs_of_their_own(mask: tilewise.Band | None, kind: str) -> None:
+    problem = of("sm90", mask=mask)
+    long = replace(problem, q_len=tables.LONG, k_len=tables.LONG)
+    packed = replace(problem, q_layout=tilewise.problem.Layout.PACKED, k_layout=tilewise.problem.Layout.PACKED)
+    for asked in (long, packed):
+        assert tables.kind_of(asked) == kind
+        assert choose(asked, "dq") == row("sm90", "dq", 64, 2).config(kind)
+    assert tables.kind_of(problem) in ("full", "plain")
 
 
 def test_the_interpreter_has_small_tiles_whose_sides_differ() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import itertools
 import os
 import re
@@ -28,8 +27,8 @@ from triton.backends.nvidia.driver import CudaLauncher  # noqa: E402
 from triton.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
-from tilewise.kernels.triton import launch as module  # noqa: E402
-from tilewise.kernels.triton.launch import Launch, Ready, compile_for, launch, recording, resources  # noqa: E402
+from tilewise.kernels import launch as module  # noqa: E402
+from tilewise.kernels.launch import Box, Launch, Ready, compile_for, launch, recording, resources  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 
@@ -150,19 +149,9 @@ def test_the_installed_triton_is_known(kind: type, form: tuple[Callable[..., Any
         assert module._form(kind) in form
 
 
-@pytest.mark.parametrize(("kind", "scratch"), [(CudaLauncher, 0), (CudaLauncher, 384), (HIPLauncher, 0)])
-def test_the_second_launch_gives_the_c_function_what_tritons_own_would(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, kind: type, scratch: int
-) -> None:
-    buffers: list[torch.Tensor] = []
-
-    def empty(*size: int, dtype: torch.dtype, device: int) -> torch.Tensor:
-        assert device == 0
-        buffers.append(torch.zeros(*size, dtype=dtype))
-        return buffers[-1]
-
-    monkeypatch.setattr(module.torch, "empty", empty)
-    machine.compiled.run = launcher(kind, machine.given, global_scratch_size=scratch, num_ctas=2, launch_pdl=True)
+@pytest.mark.parametrize("kind", [CudaLauncher, HIPLauncher])
+def test_the_second_launch_gives_the_c_function_what_tritons_own_would(machine: Machine, kind: type) -> None:
+    machine.compiled.run = launcher(kind, machine.given, num_ctas=2, launch_pdl=True)
     x = gpu(64)
     start(x)
     assert machine.slow == [
@@ -177,17 +166,9 @@ def test_the_second_launch_gives_the_c_function_what_tritons_own_would(
     start(x)
     assert len(machine.slow) == 1
 
-    def by_triton() -> None:
-        triton.set_allocator(lambda size, alignment, stream: empty(size, dtype=torch.int8, device=0).data_ptr())
-        machine.compiled.run(2, 3, 1, 0x5EA0, 0xF00, (4, 1, 128), None, None, None, *values)
-
     values = (x.data_ptr(), None, x.data_ptr(), 5, 0.5, None, None)
-    contextvars.copy_context().run(by_triton)
+    machine.compiled.run(2, 3, 1, 0x5EA0, 0xF00, (4, 1, 128), None, None, None, *values)
     ours, theirs = machine.given
-    if scratch:
-        assert [buffer.numel() for buffer in buffers] == [2 * 3 * 2 * scratch] * 2
-        assert buffers[0].data_ptr() in ours
-        ours = tuple(buffers[1].data_ptr() if item == buffers[0].data_ptr() else item for item in ours)
     assert ours == theirs
     assert 0x5EA0 in ours
 
@@ -208,8 +189,11 @@ def test_a_launcher_that_is_not_known_warns_and_takes_the_long_way(machine: Mach
 
 @pytest.mark.parametrize(
     ("kind", "attribute"),
-    [(CudaLauncher, "profile_scratch_size"), (CudaLauncher, "gsan_enabled"), (HIPLauncher, "global_scratch_size")],
-)
+    [
+        (CudaLauncher, "profile_scratch_size"), (CudaLauncher, "gsan_enabled"), (CudaLauncher, "global_scratch_size"),
+        (HIPLauncher, "global_scratch_size"),
+    ],
+)  # fmt: skip
 def test_what_only_triton_can_provide_takes_the_long_way(machine: Machine, kind: type, attribute: str) -> None:
     machine.compiled.run = launcher(kind, machine.given, **{attribute: 1})
     x = gpu(64)
@@ -248,28 +232,117 @@ def test_with_a_hook_launches_take_the_long_way(
     assert (len(machine.slow), len(machine.given)) == (6, 2)
 
 
-def test_the_users_allocator_stays(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.runtime import _allocation
+# --- descriptors -----------------------------------------------------------------------------------------------------
 
-    seen = []
+PLACES = (0, 2)  # of x and out in `add`
+BOXES = {place: Box((4, 16), (16, 1), (2, 16)) for place in PLACES}
 
-    def run(*args: object, **keywords: object) -> Any:
-        seen.append(_allocation._allocator.get())
-        return machine.compiled
 
-    def mine(size: int, alignment: int, stream: int) -> torch.Tensor:
-        raise AssertionError("not for tilewise's kernels")
+class Driver:
+    """Encodes a descriptor as a tuple of what it is made of."""
 
-    def body() -> None:
-        triton.set_allocator(mine)
-        start(gpu(64))
-        assert _allocation._allocator.get() is mine
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+        self.encoded: list[tuple[Any, ...]] = []
+        utils = SimpleNamespace(fill_tma_descriptor=self.fill, fill_tma_descriptor_tiled=self.fill)
+        monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils))
+        meta = {"swizzle": 1, "elem_size": 4, "elem_type": 7, "block_size": [2, 16], "fp4_padded": False}
+        metas = [meta | {"swizzle": n} for n in range(2)]
+        types = ("tensordesc<fp32[2, 16]>", "*fp32", "tensordesc<fp32[2, 16]>", "i32", "fp32", "constexpr", "constexpr")
+        own = vars(sys.modules[CudaLauncher.__module__])["wrap_handle_tensordesc"]
+        wrapped = own(lambda *args: machine.given.append(args), dict(enumerate(types)), metas)
+        machine.compiled.run = launcher(CudaLauncher, machine.given, launch=wrapped)
+        machine.compiled.metadata = SimpleNamespace(tensordesc_meta=metas)
 
-    monkeypatch.setattr(add, "run", run)
-    contextvars.copy_context().run(body)
-    monkeypatch.setattr(module.torch, "empty", lambda size, dtype, device: (size, dtype, device))
-    assert seen[0] is not mine
-    assert seen[0](1024, 128, 7) == (1024, torch.int8, 0)
+    def fill(self, *given: Any) -> tuple[Any, ...]:
+        self.encoded.append(given)
+        return given
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> Driver:
+    return Driver(monkeypatch, machine)
+
+
+def boxed() -> Ready:
+    return Ready(add, (2, 3), (5, 0.5), {"SIDE": 16, "SQUARE": True}, 4, 2, BOXES)
+
+
+def test_a_descriptor_reaches_the_c_function_as_triton_gives_it(machine: Machine, driver: Driver) -> None:
+    x, y = gpu(64), gpu(64)
+    ready = boxed()
+    ready(x, y, x)
+    (_, args, _, _), *_ = machine.slow
+    assert [type(arg).__name__ for arg in args[:3]] == ["TensorDescriptor", "OnGpu", "TensorDescriptor"]
+    assert (args[0].base, args[0].shape, args[0].strides, args[0].block_shape) == (x, [4, 16], [16, 1], [2, 16])
+    assert not machine.given
+    ready(x, y, x)
+    assert len(machine.slow) == 1
+    values = (args[0], y.data_ptr(), args[2], 5, 0.5, None, None)
+    machine.compiled.run(2, 3, 1, 0x5EA0, 0xF00, (4, 1, 128), None, None, None, *values)
+    ours, theirs = (
+        [list(part) if isinstance(part, (list, tuple)) else part for part in call] for call in machine.given
+    )
+    assert ours == theirs
+    assert driver.encoded[0][0] == x.data_ptr()
+
+
+def test_a_descriptor_is_encoded_once_for_an_address(
+    machine: Machine, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y, z = gpu(64), gpu(64), gpu(64)
+    ready = boxed()
+    ready(x, None, z)
+    for n, (first, last) in enumerate([(x, z), (x, z), (y, z), (z, x), (x, z), (y, x)]):
+        ready(first, None, last)
+        assert len(driver.encoded) == (2, 2, 3, 5, 5, 5)[n]
+        given = [
+            part
+            for call in (machine.given[-1], machine.given[-1][-1])
+            if isinstance(call, (list, tuple))
+            for part in call
+        ]
+        assert [part[0] for part in given if part in driver.encoded] == [first.data_ptr(), last.data_ptr()]
+    monkeypatch.setattr(module, "_ENCODED", 5)
+    ready(y, None, y)  # all are forgotten, and made anew when they come
+    ready(y, None, y)
+    assert len(driver.encoded) == 7
+
+
+def test_other_blocks_are_other_binaries_and_a_box_is_not_a_pointer(machine: Machine, driver: Driver) -> None:
+    x = gpu(64)
+    boxed()(x, None, x)
+    start(x)
+    other = {place: Box((4, 16), (16, 1), (4, 16)) for place in PLACES}
+    Ready(add, (2, 3), (5, 0.5), {"SIDE": 16, "SQUARE": True}, 4, 2, other)(x, None, x)
+    assert len(machine.slow) == 3
+    farther = {place: Box((9, 16), (32, 1), (2, 16)) for place in PLACES}  # the same binary
+    Ready(add, (2, 3), (7, 0.5), {"SIDE": 16, "SQUARE": True}, 4, 2, farther)(x, None, x)
+    assert len(machine.slow) == 3
+    assert driver.encoded[-1][-3:-1] == ([9, 16], [32, 1])
+
+
+def test_a_driver_that_encodes_otherwise_takes_the_long_way(
+    machine: Machine, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[CudaLauncher.__module__], "make_tensordesc_arg", lambda descriptor: [descriptor])
+    ready = boxed()
+    ready(gpu(64), None, gpu(64))
+    ready(gpu(64), None, gpu(64))
+    assert (len(machine.slow), len(machine.given)) == (2, 0)
+
+
+@triton.jit
+def moved(x, out, SIDE: tl.constexpr, WIDTH: tl.constexpr):
+    out.store([0, 0, 0], x.load([1, 2, 0]))
+
+
+def test_a_kernel_with_descriptors_compiles_without_a_device() -> None:
+    box = Box((4, 8, 64), (512, 64, 1), (1, 1, 64))
+    with recording() as launches:
+        Ready(moved, (1,), (), {"SIDE": 1, "WIDTH": 64}, 4, 1, {0: box, 1: box})(gpu(2048), gpu(2048))
+    ptx = compile_for(launches[0], GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert "cp.async.bulk.tensor.3d.shared" in ptx
+    assert "cp.async.bulk.tensor.3d.global" in ptx
 
 
 # --- the key ---------------------------------------------------------------------------------------------------------
@@ -449,7 +522,7 @@ def test_recording_launches_nothing(machine: Machine) -> None:
 INTERPRETED = """
 import importlib.util, sys, torch
 import triton, triton.language as tl
-from tilewise.kernels.triton.launch import Launch, compile_for, launch
+from tilewise.kernels.launch import Launch, compile_for, launch
 
 @triton.jit(do_not_specialize=["n"])
 def add(x, y, out, n, scale, SIDE: tl.constexpr, SQUARE: tl.constexpr):

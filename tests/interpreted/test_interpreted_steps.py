@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -297,23 +298,25 @@ def test_packed_tiles_cover_every_token_once_and_know_what_is_behind_the_last_se
             )
 
 
+class Walked(NamedTuple):
+    """What `walk` asks of Options."""
+
+    BLOCKS: bool
+    CUT: bool
+
+
 @triton.jit
 def walk_kernel(
-    out, count, list, lo, hi, free_lo, free_hi, SIDE: tl.constexpr, BLOCKS: tl.constexpr, CUT: tl.constexpr
+    out, full_count, full, mixed_count, mixed, bits, lo, hi, free_lo, free_hi, SIDE: tl.constexpr, O: tl.constexpr
 ):  # fmt: skip
-    if BLOCKS:
-        lo, hi, a, z = walk.live(count, list, True, lo, hi, free_lo, free_hi, SIDE, CUT)
-    else:
-        lo, hi, a, z = walk.cut(lo, hi, free_lo, free_hi, SIDE)
-    n = 0
-    for t in tl.range(a, z):
-        tl.store(out + n, walk.place(t, list, 0, SIDE, BLOCKS))
-        n += 1
-    tl.store(out + n, -1)
-    n += 1
-    for u in tl.range(0, a - lo + hi - z):
-        tl.store(out + n, walk.place(walk.edge(u, lo, a, z), list, 0, SIDE, BLOCKS))
-        n += 1
+    lists = (full_count, full, mixed_count, mixed, bits, 0, 0, 8, 8)
+    zero = tl.program_id(0)
+    way = walk.way(lo, hi, free_lo, free_hi, lists, zero, zero, zero == 0, zero, 0, SIDE, O)
+    for n in tl.range(way[0], walk.end(way)):
+        position, edge, tile = walk.visit(way, n, 0, SIDE, O)
+        tl.store(out + 3 * (n - way[0]), position)
+        tl.store(out + 3 * (n - way[0]) + 1, edge)
+        tl.store(out + 3 * (n - way[0]) + 2, tile)
 
 
 @pytest.mark.parametrize(
@@ -334,19 +337,26 @@ def test_the_walk_visits_what_is_visible_once_and_takes_as_free_what_is(
 ) -> None:
     if not cut:  # no Band, and the sequence ends with the mask
         lo, free_lo, free_hi = 0, 0, hi
-    side, tiles = 32, [n for n in (0, 2, 3) if cut or n < hi / 128]
-    out = torch.full((64,), -2, dtype=torch.int32)
+    side = 32
+    full, mixed = ([n for n in tiles if cut or n < hi / 128] for tiles in ((0, 3), (1, 2)))
+    out = torch.full((64, 3), -2, dtype=torch.int32)
+    counts = [torch.tensor([len(tiles)], dtype=torch.int32) for tiles in (full, mixed)]
+    lists = [torch.tensor([*tiles, 99], dtype=torch.int32) for tiles in (full, mixed)]
     walk_kernel[(1,)](
-        out, torch.tensor([len(tiles)], dtype=torch.int32), torch.tensor(tiles, dtype=torch.int32),
-        lo, hi, free_lo, free_hi, side, blocks, cut,
+        out, counts[0], lists[0], counts[1], lists[1], torch.tensor([70, 71, 99], dtype=torch.int32),
+        lo, hi, free_lo, free_hi, side, Walked(blocks, cut),
     )  # fmt: skip
-    order = out[out != -2].tolist()
-    middle = order.index(-1)
-    free, edges = order[:middle], order[middle + 1 :]
-    assert len(set(free + edges)) == len(free + edges)
-    positions = {p for start in free + edges for p in range(start, start + side)}
-    visible = {p for p in range(lo, hi) if not blocks or p // 128 in tiles}
+    visits = out[out[:, 0] != -2].tolist()
+    starts = [start for start, _, _ in visits]
+    assert len(set(starts)) == len(starts)
+    positions = {p for start in starts for p in range(start, start + side)}
+    visible = {p for p in range(lo, hi) if not blocks or p // 128 in full + mixed}
     assert visible <= positions
     unit = 128 if blocks else side
     assert positions <= set(range(lo // unit * unit, -(-hi // unit) * unit))
-    assert all(free_lo <= start and start + side <= free_hi for start in free)
+    for start, edge, tile in visits:
+        assert tile == (70 + mixed.index(start // 128) if blocks and start // 128 in mixed else -1)
+        # Without CUT the bits of a MIXED tile hide what is past the end.
+        assert edge or (tile >= 0 and not cut) or free_lo <= start <= start + side <= free_hi
+        if not blocks:
+            assert edge == (not free_lo <= start <= start + side <= free_hi)

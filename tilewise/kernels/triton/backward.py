@@ -24,12 +24,12 @@ from .operands import RUN_TIME
 
 @triton.jit
 def score_gradient(
-    q, k, v, do, L, D, i, j, first, j0, bits_tile, scale, softcap, seed, threshold, inverse_keep, b, h, origin_i,
-    origin_j, terms, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
+    q, k, v, do, L, D, j0, edge, bits_tile, i, j, first, scale, softcap, seed, threshold, inverse_keep, b, h, origin_i,
+    origin_j, terms, O: tl.constexpr,
 ):  # fmt: skip
     """dS (ROWS, KEYS), the gradient of the masked scores; and tanh, for the softcap's derivative."""
     S, capped = steps.scores(q, steps.turned(k), scale, softcap, O)
-    S = steps.bias_and_mask(S, i, j, j0, bits_tile, *terms, EDGE=EDGE, MIXED=MIXED, O=O)
+    S = steps.bias_and_mask(S, i, j, j0, edge, bits_tile, *terms, O=O)
     P = tl.exp2(S * (scale if O.RAW else 1.0) - L[:, None])
     dP = steps.product(do, steps.turned(v), None, O)
     if O.DROPOUT:
@@ -40,16 +40,15 @@ def score_gradient(
 
 @triton.jit
 def attend_queries(
-    dq, dslope, q, do, L, D, K, V, j0, i, first, bits_tile, k_r, v_r, q_used, k_used, diagonal, dbias, dbias_r, dbias_c,
-    bias_q, bias_k, rest, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
+    dq, dslope, q, do, L, D, K, V, j0, edge, bits_tile, i, first, k_r, v_r, k_used, diagonal, dbias, dbias_r, dbias_c,
+    bias_q, bias_k, rest, O: tl.constexpr,
 ):  # fmt: skip
     """(dq, the slope's gradient by row) with the keys [j0, j0 + KEYS) taken in; a full bias's gradient is stored."""
-    PAST: tl.constexpr = EDGE and not O.EVEN
     j = j0 + tl.arange(0, O.KEYS)[None, :]
-    k_tile = steps.load_tile(K, k_r, j0, k_used, O.KEYS, O.WIDTH, O.D, O.TMA, PAST)
+    k_tile = steps.load_tile(K, k_r, j0, k_used, O.KEYS, O.WIDTH, O.D, O.PASS, not O.EVEN)
     k = steps.parts(k_tile, O)
-    v = steps.parts(steps.load_tile(V, v_r, j0, k_used, O.KEYS, O.V_WIDTH, O.DV, O.TMA, PAST), O)
-    dS, capped = score_gradient(q, k, v, do, L, D, i, j, first, j0, bits_tile, *rest, EDGE=EDGE, MIXED=MIXED, O=O)
+    v = steps.parts(steps.load_tile(V, v_r, j0, k_used, O.KEYS, O.V_WIDTH, O.DV, O.PASS, not O.EVEN), O)
+    dS, capped = score_gradient(q, k, v, do, L, D, j0, edge, bits_tile, i, j, first, *rest, O=O)
     if O.ALIBI:
         dslope -= tl.sum(dS * tl.abs(i + diagonal - j).to(tl.float32), 1)
     if O.STORE_DBIAS:
@@ -78,32 +77,29 @@ def dq_kernel(
     k_start, _k_span, k_used = steps.extent(s, batch, k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
     if first < q_span:
         kv = head // group
-        q, q_r = steps.rows_of(q, s, head, q_start, q_b, q_h, q_r, O.ALIGNED)
-        do, do_r = steps.rows_of(do, s, head, q_start, do_b, do_h, do_r, O.ALIGNED)
-        k, k_r = steps.rows_of(k, s, kv, k_start, k_b, k_h, k_r, O.ALIGNED)
-        v, v_r = steps.rows_of(v, s, kv, k_start, v_b, v_h, v_r, O.ALIGNED)
-        K = steps.source(k, k_r, k_used, KEYS, WIDTH, O.D, O.TMA)
-        V = steps.source(v, v_r, k_used, KEYS, V_WIDTH, O.DV, O.TMA)
+        Q, q_r = steps.source(q, s, head, q_start, q_b, q_h, q_r, q_used, O.STAY)
+        DO, do_r = steps.source(do, s, head, q_start, do_b, do_h, do_r, q_used, O.STAY)
+        K, k_r = steps.source(k, s, kv, k_start, k_b, k_h, k_r, k_used, O.PASS)
+        V, v_r = steps.source(v, s, kv, k_start, v_b, v_h, v_r, k_used, O.PASS)
         diagonal = steps.diagonal(q_used, k_used, i0, j0, O)
-        bias_at, slope, mask_at, pool, draw = steps.of_head(
-            s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b, mask_h, bits, seed, O
-        )
         dbias_at = 0
         if O.STORE_DBIAS:
             dbias_at = dbias + (s.to(tl.int64) * dbias_b + head.to(tl.int64) * dbias_h) * (8 if O.DBIAS_WIDE else 1)
-        terms = (
-            diagonal, k_used, left, right, slope, bias_at, bias_r, bias_c, bias_q, bias_k,
-            mask_at, mask_r, mask_c, mask_q, mask_k, pool, i0, j0,
-        )  # fmt: skip
+        bias_of = (bias, bias_b, bias_h, bias_r, bias_c, bias_q, bias_k)
+        mask_of = (mask, mask_b, mask_h, mask_r, mask_c, mask_q, mask_k)
+        lists = (full_count, full, mixed_count, mixed, mixed_bits, blocks_b, blocks_h, blocks_n, blocks_m)
+        terms = steps.terms_of(
+            s, head, batch, diagonal, k_used, left, right, bias_of, slopes, slopes_b, mask_of, bits, i0, j0, O
+        )
+        draw = tl.load(seed) if O.DROPOUT else 0
         rest = (scale, softcap, draw, threshold, inverse_keep, s + b0, head + h0, i0, j0, terms)
-        common = (k_r, v_r, q_used, k_used, diagonal, dbias_at, dbias_r, dbias_c, bias_q, bias_k, rest)
-
         i = first + tl.arange(0, ROWS)[:, None]
+        common = (i, first, k_r, v_r, k_used, diagonal, dbias_at, dbias_r, dbias_c, bias_q, bias_k, rest)
         rows = first + tl.arange(0, ROWS)
-        q_tile = steps.load_tile(q, q_r, first, q_used, ROWS, WIDTH, O.D, False, not O.EVEN)
-        do_tile = steps.load_tile(do, do_r, first, q_used, ROWS, V_WIDTH, O.DV, False, not O.EVEN)
+        q_tile = steps.load_tile(Q, q_r, first, q_used, ROWS, WIDTH, O.D, O.STAY, not O.EVEN)
+        do_tile = steps.load_tile(DO, do_r, first, q_used, ROWS, V_WIDTH, O.DV, O.STAY, not O.EVEN)
         at, o_r = steps.result(s, head, heads, q_len, q_start, O.DV, O.PACKED)
-        o_tile = steps.load_tile(o + at, o_r, first, q_used, ROWS, V_WIDTH, O.DV, False, not O.EVEN)
+        o_tile = steps.load_tile(o + at, o_r, first, q_used, ROWS, V_WIDTH, O.DV, 0, not O.EVEN)
         D = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
         if dlse is not None:
             dlse += s.to(tl.int64) * dlse_b + head.to(tl.int64) * dlse_h + q_start.to(tl.int64) * dlse_r
@@ -112,8 +108,8 @@ def dq_kernel(
         logs = tl.load(lse + rows, mask=rows < q_used, other=0.0)
         L = tl.where((rows < q_used) & (logs != -steps.INF), logs * steps.LOG2E, steps.INF)  # from +inf comes P = 0
         L_at, D_at = steps.statistics_of(statistics, s, head, batch, heads, q_len, q_start, O.PACKED)
-        tl.store(L_at + rows, L, mask=rows < q_span)
-        tl.store(D_at + rows, D, mask=rows < q_span)
+        steps.store_statistics(L_at, L, steps.INF, first, q_span, ROWS)
+        steps.store_statistics(D_at, D, 0.0, first, q_span, ROWS)
         q_parts = steps.parts(q_tile, O)
         do_parts = steps.parts(do_tile, O)
         acc = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -121,35 +117,12 @@ def dq_kernel(
         last = tl.minimum(first + ROWS, q_used)
         lo, hi = steps.key_range(first, last, left, right, diagonal, k_used)
         free_lo, free_hi = steps.mask_free_range(first, last, left, right, diagonal, k_used)
-        if O.BLOCKS:
-            row = steps.mask_row(s + b0, head + h0, first + i0, blocks_b, blocks_h, blocks_n)
-            known = ((first + i0) // steps.TILE < blocks_n) & (s < batch)
-            positions = (lo + j0, hi + j0, free_lo + j0, free_hi + j0)
-            full += row * blocks_m
-            mixed += row * blocks_m
-            x_lo, x_hi, _, _ = walk.live(mixed_count + row, mixed, known, *positions, KEYS, O.CUT)
-            lo, hi, a, z = walk.live(full_count + row, full, known, *positions, KEYS, O.CUT)
-        else:
-            lo, hi, a, z = walk.cut(lo, hi, free_lo, free_hi, KEYS)
-        for t in tl.range(a, z):
-            j = walk.place(t, full, j0, KEYS, O.BLOCKS)
-            acc, by_row = attend_queries(
-                acc, by_row, q_parts, do_parts, L, D, K, V, j, i, first, 0, *common, EDGE=False, MIXED=False, O=O
-            )
-        if O.EDGES:
-            for u in tl.range(0, a - lo + hi - z):
-                j = walk.place(walk.edge(u, lo, a, z), full, j0, KEYS, O.BLOCKS)
-                acc, by_row = attend_queries(
-                    acc, by_row, q_parts, do_parts, L, D, K, V, j, i, first, 0, *common, EDGE=True, MIXED=False, O=O
-                )
-        if O.BLOCKS:
-            for t in tl.range(x_lo, x_hi):
-                j = walk.place(t, mixed, j0, KEYS, True)
-                tile = tl.load(mixed_bits + row * blocks_m + t // (steps.TILE // KEYS))
-                acc, by_row = attend_queries(
-                    acc, by_row, q_parts, do_parts, L, D, K, V, j, i, first, tile,
-                    *common, EDGE=O.EDGES, MIXED=True, O=O,
-                )  # fmt: skip
+        way = walk.way(
+            lo, hi, free_lo, free_hi, lists, s + b0, head + h0, s < batch, first + i0, j0, KEYS, O,
+        )  # fmt: skip
+        for n in tl.range(way[0], walk.end(way)):
+            visit = walk.visit(way, n, j0, KEYS, O)
+            acc, by_row = attend_queries(acc, by_row, q_parts, do_parts, L, D, K, V, *visit, *common, O=O)
         at_q, row_q = steps.result(s, head, heads, q_len, q_start, O.D, O.PACKED)
         acc = tl.where(i < q_used, acc * (scale * steps.LN2), 0.0)
         steps.store_tile(dq + at_q, row_q, first, q_span, acc, ROWS, WIDTH, O.D)
@@ -160,19 +133,18 @@ def dq_kernel(
 
 @triton.jit
 def attend_keys(
-    dk, dv, k, v, Q, DO, i0, j, first, bits_tile, q_r, do_r, q_used, lse, delta, scale, softcap, seed, threshold,
-    inverse_keep, b, h, origin_i, origin_j, terms, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
+    dk, dv, k, v, Q, DO, i0, edge, bits_tile, j, first, q_r, do_r, q_used, lse, delta, scale, softcap, seed, threshold,
+    inverse_keep, b, h, origin_i, origin_j, terms, O: tl.constexpr,
 ):  # fmt: skip
     """(dk, dv) of the keys from `first` on, with the queries [i0, i0 + ROWS) taken in. Tiles are (KEYS, ROWS)."""
-    PAST: tl.constexpr = EDGE and not O.EVEN
     rows = i0 + tl.arange(0, O.ROWS)
-    q_tile = steps.load_tile(Q, q_r, i0, q_used, O.ROWS, O.WIDTH, O.D, O.TMA, PAST)
+    q_tile = steps.load_tile(Q, q_r, i0, q_used, O.ROWS, O.WIDTH, O.D, O.PASS, not O.EVEN)
     q = steps.parts(q_tile, O)
     S, capped = steps.scores(k, steps.turned(q), scale, softcap, O)
-    S = steps.bias_and_mask(S, rows[None, :], j, i0, bits_tile, *terms, EDGE=EDGE, MIXED=MIXED, O=O)
-    L = steps.row_statistic(lse, i0, q_used, steps.INF, O.ROWS, PAST)
+    S = steps.bias_and_mask(S, rows[None, :], j, i0, edge, bits_tile, *terms, O=O)
+    L = tl.load(lse + rows)  # +inf behind the last row: P = 0
     P = tl.exp2(S * (scale if O.RAW else 1.0) - L[None, :])
-    do_tile = steps.load_tile(DO, do_r, i0, q_used, O.ROWS, O.V_WIDTH, O.DV, O.TMA, PAST)
+    do_tile = steps.load_tile(DO, do_r, i0, q_used, O.ROWS, O.V_WIDTH, O.DV, O.PASS, not O.EVEN)
     do = steps.parts(do_tile, O)
     dP = steps.product(v, steps.turned(do), None, O)
     kept = P
@@ -181,7 +153,7 @@ def attend_keys(
         kept = tl.where(keep, P * inverse_keep, 0.0)
         dP = tl.where(keep, dP * inverse_keep, 0.0)
     dv = steps.product(steps.parts(kept.to(do_tile.dtype), O), do, dv, O)
-    D = steps.row_statistic(delta, i0, q_used, 0.0, O.ROWS, PAST)  # here and not above, where it would hold registers
+    D = tl.load(delta + rows)  # here and not above, where it would hold registers
     dS = P * (dP - D[None, :])
     if O.SOFTCAP:
         dS = dS * (1.0 - capped * capped)
@@ -206,10 +178,10 @@ def dkdv_kernel(
     q_start, _q_span, q_used = steps.extent(s, batch, q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
     k_start, k_span, k_used = steps.extent(s, batch, k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
     if first < k_span:
-        k, k_r = steps.rows_of(k, s, kv, k_start, k_b, k_h, k_r, O.ALIGNED)
-        v, v_r = steps.rows_of(v, s, kv, k_start, v_b, v_h, v_r, O.ALIGNED)
-        k_tile = steps.parts(steps.load_tile(k, k_r, first, k_used, KEYS, WIDTH, O.D, False, not O.EVEN), O)
-        v_tile = steps.parts(steps.load_tile(v, v_r, first, k_used, KEYS, V_WIDTH, O.DV, False, not O.EVEN), O)
+        K, k_r = steps.source(k, s, kv, k_start, k_b, k_h, k_r, k_used, O.STAY)
+        V, v_r = steps.source(v, s, kv, k_start, v_b, v_h, v_r, k_used, O.STAY)
+        k_tile = steps.parts(steps.load_tile(K, k_r, first, k_used, KEYS, WIDTH, O.D, O.STAY, not O.EVEN), O)
+        v_tile = steps.parts(steps.load_tile(V, v_r, first, k_used, KEYS, V_WIDTH, O.DV, O.STAY, not O.EVEN), O)
         diagonal = steps.diagonal(q_used, k_used, i0, j0, O)
         j = first + tl.arange(0, KEYS)[:, None]
         acc_k = tl.zeros((KEYS, WIDTH), tl.float32)
@@ -217,54 +189,28 @@ def dkdv_kernel(
         last = tl.minimum(first + KEYS, k_used)
         range_lo, range_hi = steps.query_range(first, last, left, right, diagonal, q_used)
         free_lo, free_hi = steps.mask_free_queries(first, last, left, right, diagonal, q_used)
+        bias_of = (bias, bias_b, bias_h, bias_r, bias_c, bias_q, bias_k)
+        mask_of = (mask, mask_b, mask_h, mask_r, mask_c, mask_q, mask_k)
+        lists = (full_count, full, mixed_count, mixed, mixed_bits, blocks_b, blocks_h, blocks_n, blocks_m)
         for member in tl.range(0, group):
             head = kv * group + member
-            q_rows, q_row = steps.rows_of(q, s, head, q_start, q_b, q_h, q_r, O.ALIGNED)
-            do_rows, do_row = steps.rows_of(do, s, head, q_start, do_b, do_h, do_r, O.ALIGNED)
-            Q = steps.source(q_rows, q_row, q_used, ROWS, WIDTH, O.D, O.TMA)
-            DO = steps.source(do_rows, do_row, q_used, ROWS, V_WIDTH, O.DV, O.TMA)
-            bias_at, slope, mask_at, pool, draw = steps.of_head(
-                s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b, mask_h, bits, seed, O
+            Q, q_row = steps.source(q, s, head, q_start, q_b, q_h, q_r, q_used, O.PASS)
+            DO, do_row = steps.source(do, s, head, q_start, do_b, do_h, do_r, q_used, O.PASS)
+            terms = steps.terms_of(
+                s, head, batch, diagonal, k_used, left, right, bias_of, slopes, slopes_b, mask_of, bits, i0, j0, O
             )
-            terms = (
-                diagonal, k_used, left, right, slope, bias_at, bias_r, bias_c, bias_q, bias_k,
-                mask_at, mask_r, mask_c, mask_q, mask_k, pool, i0, j0,
-            )  # fmt: skip
+            draw = tl.load(seed) if O.DROPOUT else 0
             lse, delta = steps.statistics_of(statistics, s, head, batch, heads, q_len, q_start, O.PACKED)
             common = (
-                q_row, do_row, q_used, lse, delta, scale, softcap, draw, threshold, inverse_keep,
+                j, first, q_row, do_row, q_used, lse, delta, scale, softcap, draw, threshold, inverse_keep,
                 s + b0, head + h0, i0, j0, terms,
             )  # fmt: skip
-            live = full
-            if O.BLOCKS:
-                row = steps.mask_row(s + b0, head + h0, first + j0, blocks_b, blocks_h, blocks_n)
-                known = ((first + j0) // steps.TILE < blocks_n) & (s < batch)
-                positions = (range_lo + i0, range_hi + i0, free_lo + i0, free_hi + i0)
-                live = full + row * blocks_m
-                mixed_live = mixed + row * blocks_m
-                x_lo, x_hi, _, _ = walk.live(mixed_count + row, mixed_live, known, *positions, ROWS, O.CUT)
-                lo, hi, a, z = walk.live(full_count + row, live, known, *positions, ROWS, O.CUT)
-            else:
-                lo, hi, a, z = walk.cut(range_lo, range_hi, free_lo, free_hi, ROWS)
-            for t in tl.range(a, z):
-                i = walk.place(t, live, i0, ROWS, O.BLOCKS)
-                acc_k, acc_v = attend_keys(
-                    acc_k, acc_v, k_tile, v_tile, Q, DO, i, j, first, 0, *common, EDGE=False, MIXED=False, O=O
-                )
-            if O.EDGES:
-                for u in tl.range(0, a - lo + hi - z):
-                    i = walk.place(walk.edge(u, lo, a, z), live, i0, ROWS, O.BLOCKS)
-                    acc_k, acc_v = attend_keys(
-                        acc_k, acc_v, k_tile, v_tile, Q, DO, i, j, first, 0, *common, EDGE=True, MIXED=False, O=O
-                    )
-            if O.BLOCKS:
-                for t in tl.range(x_lo, x_hi):
-                    i = walk.place(t, mixed_live, i0, ROWS, True)
-                    tile = tl.load(mixed_bits + row * blocks_m + t // (steps.TILE // ROWS))
-                    acc_k, acc_v = attend_keys(
-                        acc_k, acc_v, k_tile, v_tile, Q, DO, i, j, first, tile,
-                        *common, EDGE=O.EDGES, MIXED=True, O=O,
-                    )  # fmt: skip
+            way = walk.way(
+                range_lo, range_hi, free_lo, free_hi, lists, s + b0, head + h0, s < batch, first + j0, i0, ROWS, O,
+            )  # fmt: skip
+            for n in tl.range(way[0], walk.end(way)):
+                visit = walk.visit(way, n, i0, ROWS, O)
+                acc_k, acc_v = attend_keys(acc_k, acc_v, k_tile, v_tile, Q, DO, *visit, *common, O=O)
         used = j < k_used
         acc_k = tl.where(used, acc_k * (scale * steps.LN2), 0.0)
         at, row = steps.result(s, kv, kv_heads, k_len, k_start, O.D, O.PACKED)
@@ -293,6 +239,9 @@ def dbias_kernel(
     own_heads = tl.where(dbias_h == 0, 1, heads)
     own_head, own_s = pid % own_heads, pid // own_heads  # 0 where they are walked
     acc = tl.zeros((ROWS, KEYS), tl.float32)
+    bias_of = (bias, bias_b, bias_h, bias_r, bias_c, bias_q, bias_k)
+    mask_of = (mask, mask_b, mask_h, mask_r, mask_c, mask_q, mask_k)
+    lists = (full_count, full, mixed_count, mixed, mixed_bits, blocks_b, blocks_h, blocks_n, blocks_m)
     for s_n in tl.range(0, tl.where(dbias_b == 0, batch, 1)):
         s = own_s + s_n
         q_start, _q_span, q_used = steps.extent(s, batch, q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
@@ -301,18 +250,15 @@ def dbias_kernel(
         for head_n in tl.range(0, tl.where(dbias_h == 0, heads, 1)):
             head = own_head + head_n
             kv = head // group
-            q_rows, q_row = steps.rows_of(q, s, head, q_start, q_b, q_h, q_r, O.ALIGNED)
-            do_rows, do_row = steps.rows_of(do, s, head, q_start, do_b, do_h, do_r, O.ALIGNED)
-            k_rows, k_row = steps.rows_of(k, s, kv, k_start, k_b, k_h, k_r, O.ALIGNED)
-            v_rows, v_row = steps.rows_of(v, s, kv, k_start, v_b, v_h, v_r, O.ALIGNED)
+            q_rows, q_row = steps.rows_of(q, s, head, q_start, q_b, q_h, q_r)
+            do_rows, do_row = steps.rows_of(do, s, head, q_start, do_b, do_h, do_r)
+            k_rows, k_row = steps.rows_of(k, s, kv, k_start, k_b, k_h, k_r)
+            v_rows, v_row = steps.rows_of(v, s, kv, k_start, v_b, v_h, v_r)
             lse, delta = steps.statistics_of(statistics, s, head, batch, heads, q_len, q_start, O.PACKED)
-            bias_at, slope, mask_at, pool, draw = steps.of_head(
-                s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b, mask_h, bits, seed, O
+            terms = steps.terms_of(
+                s, head, batch, diagonal, k_used, left, right, bias_of, slopes, slopes_b, mask_of, bits, i0, j0, O
             )
-            terms = (
-                diagonal, k_used, left, right, slope, bias_at, bias_r, bias_c, bias_q, bias_k,
-                mask_at, mask_r, mask_c, mask_q, mask_k, pool, i0, j0,
-            )  # fmt: skip
+            draw = tl.load(seed) if O.DROPOUT else 0
             rest = (scale, softcap, draw, threshold, inverse_keep, s + b0, head + h0, i0, j0, terms)
             r_lo = own_row if O.BIAS_ROWS else 0
             r_hi = own_row + 1 if O.BIAS_ROWS else (q_used + ROWS - 1) // ROWS
@@ -323,10 +269,10 @@ def dbias_kernel(
                 last = tl.minimum(first + ROWS, q_used)
                 lo, hi = steps.key_range(first, last, left, right, diagonal, k_used)
                 lo, hi, _a, _z = walk.cut(lo, hi, lo, lo, KEYS)
-                L = steps.row_statistic(lse, first, q_used, steps.INF, ROWS, True)
-                D = steps.row_statistic(delta, first, q_used, 0.0, ROWS, True)
-                q_tile = steps.load_tile(q_rows, q_row, first, q_used, ROWS, O.WIDTH, O.D, False, True)
-                do_tile = steps.load_tile(do_rows, do_row, first, q_used, ROWS, O.V_WIDTH, O.DV, False, True)
+                L = tl.load(lse + rows)
+                D = tl.load(delta + rows)
+                q_tile = steps.load_tile(q_rows, q_row, first, q_used, ROWS, O.WIDTH, O.D, 0, True)
+                do_tile = steps.load_tile(do_rows, do_row, first, q_used, ROWS, O.V_WIDTH, O.DV, 0, True)
                 q_parts = steps.parts(q_tile, O)
                 do_parts = steps.parts(do_tile, O)
                 if O.BIAS_KEYS:
@@ -335,34 +281,19 @@ def dbias_kernel(
                 for t in tl.range(lo, hi):
                     j0_tile = t * KEYS
                     j = j0_tile + tl.arange(0, KEYS)[None, :]
-                    k_tile = steps.load_tile(k_rows, k_row, j0_tile, k_used, KEYS, O.WIDTH, O.D, False, True)
-                    v_tile = steps.load_tile(v_rows, v_row, j0_tile, k_used, KEYS, O.V_WIDTH, O.DV, False, True)
+                    k_tile = steps.load_tile(k_rows, k_row, j0_tile, k_used, KEYS, O.WIDTH, O.D, 0, True)
+                    v_tile = steps.load_tile(v_rows, v_row, j0_tile, k_used, KEYS, O.V_WIDTH, O.DV, 0, True)
                     k_parts = steps.parts(k_tile, O)
                     v_parts = steps.parts(v_tile, O)
+                    seen = True
+                    bits_tile = -1
                     if O.BLOCKS:
-                        at_list = steps.mask_row(s + b0, head + h0, first + i0, blocks_b, blocks_h, blocks_n)
-                        known = (first + i0) // steps.TILE < blocks_n
                         n_tile = (j0_tile + j0) // steps.TILE
-                        is_full, _n = walk.find(full_count + at_list, full + at_list * blocks_m, known, n_tile)
-                        is_mixed, n = walk.find(mixed_count + at_list, mixed + at_list * blocks_m, known, n_tile)
-                        tile = tl.load(mixed_bits + at_list * blocks_m + n, mask=is_mixed, other=0)
-                        if is_full:
-                            dS, _capped = score_gradient(
-                                q_parts, k_parts, v_parts, do_parts, L, D, i, j, first, j0_tile, 0, *rest,
-                                EDGE=True, MIXED=False, O=O,
-                            )  # fmt: skip
-                            acc += dS
-                        if is_mixed:
-                            dS, _capped = score_gradient(
-                                q_parts, k_parts, v_parts, do_parts, L, D, i, j, first, j0_tile, tile, *rest,
-                                EDGE=True, MIXED=True, O=O,
-                            )  # fmt: skip
-                            acc += dS
-                    else:
+                        seen, bits_tile = walk.find(lists, s + b0, head + h0, s < batch, first + i0, n_tile)
+                    if seen:
                         dS, _capped = score_gradient(
-                            q_parts, k_parts, v_parts, do_parts, L, D, i, j, first, j0_tile, 0, *rest,
-                            EDGE=True, MIXED=False, O=O,
-                        )  # fmt: skip
+                            q_parts, k_parts, v_parts, do_parts, L, D, j0_tile, True, bits_tile, i, j, first, *rest, O=O
+                        )
                         acc += dS
     dbias += own_s.to(tl.int64) * dbias_b + own_head.to(tl.int64) * dbias_h
     rows = own_row * ROWS + tl.arange(0, ROWS)
@@ -393,8 +324,8 @@ def per_head_kernel(dsink, dslopes, sink, row_slopes, statistics, cu_q, q_lens, 
         rows = first + tl.arange(0, SIDE)
         if O.SINK:
             logit = tl.load(sink + head).to(tl.float32)
-            L = steps.row_statistic(lse, first, used, steps.INF, SIDE, True)
-            D = steps.row_statistic(delta, first, used, 0.0, SIDE, True)
+            L = tl.load(lse + rows, mask=rows < used, other=steps.INF)
+            D = tl.load(delta + rows, mask=rows < used, other=0.0)
             of_sink -= tl.exp2(logit * steps.LOG2E - L) * D
         if O.ALIBI:
             of_slope += tl.load(row_slopes + at + rows, mask=rows < used, other=0.0)

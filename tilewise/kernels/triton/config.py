@@ -4,8 +4,7 @@ Look-up: a row is asked of the tables in `ORDER` of the device's architecture, t
 every row, and fits every GPU but those in UNFIT. Its key is the kernel, the padded head size (the greater of q's and v's) and the bytes of
 an element. A row has two Configs. `plain` serves Bands, BlockMasks, lengths, packed layouts and sinks. `dressed` is
 smaller and serves whatever works on each pair: a bias, ALiBi, a boolean mask, a softcap, dropout. Some rows have others
-for what was measured apart: no Band, long sequences (making a descriptor takes a program's first microsecond), windows
-in them, BlockMasks, a bias alone.
+for what was measured apart: no Band, long sequences, windows in them, BlockMasks, a bias alone.
 """
 
 from __future__ import annotations
@@ -23,32 +22,30 @@ class Config:
     keys: int
     warps: int
     stages: int
-    tma: bool = False  # loads by tensor descriptors, where rows are aligned (Hopper on)
+    tma: bool = False  # loads by descriptors, where the tensors allow it (Hopper on)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """spills: bytes that (plain, dressed) may spill, by `launch.resources`; dressed: with all options at once."""
+    """Whether a Config's kernels spill is in `tests/spills.py`: what is not there spills nothing."""
 
     plain: Config
     dressed: Config
     evidence: str
-    spills: tuple[int, int] = (0, 0)
-    full: Config | None = None  # instead of plain, without a Band, packed or of fewer keys than LONG
-    long: Config | None = None  # instead of plain, for dense sequences of LONG keys or more
-    longest: Config | None = None  # instead of long, from LONGEST keys on
-    window: Config | None = None  # instead of plain, for those under a Band with two bounds
+    full: Config | None = None  # instead of plain, without a Band
+    long: Config | None = None  # instead of plain and full, for packed sequences and those of LONG keys or more
+    window: Config | None = None  # instead of plain and long, for those under a Band with two bounds
     blocks: Config | None = None  # instead of plain, for a BlockMask
     bias: Config | None = None  # instead of dressed, for a bias alone
 
     def config(self, kind: str) -> Config:
         """The Config of one of KINDS."""
-        if kind == "longest":
-            return self.longest or self.config("long")
+        if kind == "long full":
+            return self.long or self.full or self.plain
         return getattr(self, kind) or (self.dressed if kind == "bias" else self.plain)
 
 
-KINDS = ("plain", "dressed", "full", "long", "longest", "window", "blocks", "bias")
+KINDS = ("plain", "dressed", "full", "long", "long full", "window", "blocks", "bias")
 DIRECTIONS = ("forward", "dkdv", "dq", "dbias")
 WIDTHS = (16, 32, 64, 128, 256, 512)
 Table = dict[tuple[str, int, int], Row]  # by kernel, padded head size, bytes of an element
@@ -60,42 +57,37 @@ def _table(rows: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Row]) -> Tab
 
 
 _INTERPRETED = "Triton's interpreter: small, and sides that differ"
-# Of the rows that say _MEASURED, at d 64 and 128: full, long, longest and blocks, and dq's plain at d 128, are the fastest
-# of 2 to 5 with each kernel timed alone (bench/results/kernels_h200.csv).
 _MEASURED = "fastest of 11 to 64 on an H200, Triton 3.6, 2026-11-30 (python -m bench.tune)"
 _ALONE = "fastest of 3 to 8 on an H200, Triton 3.6, 2026-11-30, each kernel timed alone"
 _GUESSED = "not measured"
-LONG, LONGEST = 2048, 8192
+LONG = 2048
 SPLIT = 64  # columns that fp32 tiles may have to be split in three bf16 parts (`steps.parts`) on sm90
 _ARITHMETIC = "not compiled yet: by arithmetic and by its neighbours"
 
 
-def _same(rows: int, keys: int, warps: int, evidence: str, spills: tuple[int, int] = (0, 0)) -> Row:
+def _same(rows: int, keys: int, warps: int, evidence: str) -> Row:
     config = Config(rows, keys, warps, 1)
-    return Row(config, config, evidence, spills)
+    return Row(config, config, evidence)
 
 
 TABLES: dict[str, Table] = {
     # 64 KiB of shared memory, and no tensor cores taken for granted: where there are none, a larger tile spills.
     "any": _table({
-        ("forward", (16, 32, 64), (2, 4)): _same(32, 32, 4, "compiled, no spills, sm75 20 KiB, sm90 dressed 24 KiB"),
-        ("forward", (128,), (2, 4)): _same(32, 32, 4, "compiled, sm90 fp32", (96, 1280)),
-        ("forward", (256,), (2, 4)): _same(16, 16, 4, "compiled, sm90 fp32", (448, 1152)),
-        ("forward", (512,), (2, 4)): _same(16, 16, 4, "compiled, sm90 fp32, 96 KiB", (9856, 56000)),
-        # Seven options at once: Triton 3.6 and 3.7 keep them in registers, 3.8 and 3.9 spill 456 bytes.
-        ("dkdv", (16, 32, 64), (2, 4)): _same(32, 32, 4, "compiled, sm90 and gfx942, 20 KiB", (64, 512)),
-        # By scalar products, on sm75, 2244 bytes spill; on gfx942 none.
-        ("dkdv", (128,), (2,)): _same(32, 32, 8, "compiled, sm75 48 KiB, gfx942 8 KiB", (2304, 2304)),
-        ("dkdv", (128,), (4,)): _same(16, 16, 8, "compiled, sm90, 40 KiB", (0, 256)),
-        # In fp32 dK and dV of 256 columns fill the registers: 1652 bytes spill on sm90.
-        ("dkdv", (256,), (2, 4)): _same(16, 16, 8, "compiled, sm86 80 KiB in fp32", (1664, 2976)),
-        ("dkdv", (512,), (2, 4)): _same(16, 16, 8, "compiled, spills: gfx942 16 KiB, fp32 160 KiB", (49664, 72832)),
-        ("dq", (16, 32, 64), (2, 4)): _same(32, 32, 4, "compiled, no spills, sm90 25 KiB, gfx942 4 KiB"),
+        ("forward", (16, 32, 64), (2, 4)): _same(32, 32, 4, "compiled, sm75 20 KiB, sm90 dressed 24 KiB"),
+        ("forward", (128,), (2, 4)): _same(32, 32, 4, "compiled, sm90 fp32"),
+        ("forward", (256,), (2, 4)): _same(16, 16, 4, "compiled, sm90 fp32"),
+        ("forward", (512,), (2, 4)): _same(16, 16, 4, "compiled, sm90 fp32, 96 KiB"),
+        ("dkdv", (16, 32, 64), (2, 4)): _same(32, 32, 4, "compiled, sm90 and gfx942, 20 KiB"),
+        ("dkdv", (128,), (2,)): _same(32, 32, 8, "compiled, sm75 48 KiB, gfx942 8 KiB"),
+        ("dkdv", (128,), (4,)): _same(16, 16, 8, "compiled, sm90, 40 KiB"),
+        ("dkdv", (256,), (2, 4)): _same(16, 16, 8, "compiled, sm86 80 KiB in fp32"),
+        ("dkdv", (512,), (2, 4)): _same(16, 16, 8, "compiled, gfx942 16 KiB, fp32 160 KiB"),
+        ("dq", (16, 32, 64), (2, 4)): _same(32, 32, 4, "compiled, sm90 25 KiB, gfx942 4 KiB"),
         ("dq", (128,), (2,)): _same(32, 32, 8, _ARITHMETIC),
-        ("dq", (128,), (4,)): _same(16, 16, 8, "compiled, no spills, sm90 plain, 40 KiB"),
-        ("dq", (256,), (2, 4)): _same(16, 16, 8, "compiled, sm90 fp32", (512, 1536)),
-        ("dq", (512,), (2, 4)): _same(16, 16, 8, "compiled, fp32 spills, 160 KiB", (42496, 65536)),
-        ("dbias", (16, 32, 64), (2, 4)): _same(32, 32, 4, "compiled, sm90 12 KiB", (0, 64)),
+        ("dq", (128,), (4,)): _same(16, 16, 8, "compiled, sm90 plain 40 KiB"),
+        ("dq", (256,), (2, 4)): _same(16, 16, 8, "compiled, sm90 fp32"),
+        ("dq", (512,), (2, 4)): _same(16, 16, 8, "compiled, fp32 160 KiB"),
+        ("dbias", (16, 32, 64), (2, 4)): _same(32, 32, 4, "compiled, sm90 12 KiB"),
         ("dbias", (128,), (2,)): _same(32, 32, 4, _ARITHMETIC),
         ("dbias", (128,), (4,)): _same(16, 16, 4, _ARITHMETIC),
         ("dbias", (256, 512), (2, 4)): _same(16, 16, 4, _ARITHMETIC),
@@ -103,82 +95,79 @@ TABLES: dict[str, Table] = {
     # AMD: 64 KiB, 512 vector registers a thread, no descriptors.
     "hip": _table({
         ("forward", (16, 32, 64, 128), (2,)): Row(
-            Config(64, 32, 4, 1), Config(32, 32, 4, 1), "compiled for gfx942, no spills, 16 KiB"
+            Config(64, 32, 4, 1), Config(32, 32, 4, 1), "compiled for gfx942, 16 KiB"
         ),
         ("dkdv", (16, 32, 64), (2,)): Row(
-            Config(32, 64, 4, 1), Config(32, 32, 4, 1), "compiled for gfx942, no spills, 8 KiB"
+            Config(32, 64, 4, 1), Config(32, 32, 4, 1), "compiled for gfx942, 8 KiB"
         ),
         ("dq", (16, 32, 64, 128), (2,)): Row(
-            Config(64, 32, 4, 1), Config(32, 32, 4, 1), "compiled for gfx942, no spills, 16 KiB"
+            Config(64, 32, 4, 1), Config(32, 32, 4, 1), "compiled for gfx942, 16 KiB"
         ),
     }),
     # Ampere's tensor cores, 99 KiB: sm86, sm89, sm120, and sm80 where nothing larger serves.
     "sm86": _table({
         ("forward", (16, 32, 64), (2,)): Row(
-            Config(128, 64, 4, 3), Config(32, 32, 4, 2), "compiled, no spills, sm80 48 KiB, sm100 65 KiB"
+            Config(128, 64, 4, 3), Config(32, 32, 4, 2), "compiled, sm80 48 KiB, sm100 65 KiB"
         ),
         ("forward", (128,), (2,)): Row(
-            Config(64, 64, 4, 2), Config(32, 32, 4, 2), "compiled, no spills (plain)", (0, 128)
+            Config(64, 64, 4, 2), Config(32, 32, 4, 2), "compiled"
         ),
-        ("forward", (256,), (2,)): Row(Config(32, 32, 4, 2), Config(32, 16, 4, 1), "compiled, no spills (plain)"),
+        ("forward", (256,), (2,)): Row(Config(32, 32, 4, 2), Config(32, 16, 4, 1), "compiled"),
         ("dkdv", (16, 32, 64), (2,)): Row(
-            Config(32, 64, 4, 2), Config(32, 32, 4, 1), "compiled, sm80 24 KiB, sm100 41 KiB", (64, 512)
+            Config(32, 64, 4, 2), Config(32, 32, 4, 1), "compiled, sm80 24 KiB, sm100 41 KiB"
         ),
-        ("dkdv", (128,), (2,)): Row(Config(32, 64, 8, 2), Config(32, 32, 8, 1), "compiled, sm80 52 KiB", (16, 512)),
-        ("dq", (16, 32, 64), (2,)): Row(Config(64, 64, 4, 2), Config(32, 32, 4, 2), "compiled, no spills, sm80 32 KiB"),
-        ("dq", (128,), (2,)): Row(Config(64, 32, 8, 2), Config(32, 32, 8, 2), _ARITHMETIC, (0, 64)),
+        ("dkdv", (128,), (2,)): Row(Config(32, 64, 8, 2), Config(32, 32, 8, 1), "compiled, sm80 52 KiB"),
+        ("dq", (16, 32, 64), (2,)): Row(Config(64, 64, 4, 2), Config(32, 32, 4, 2), "compiled, sm80 32 KiB"),
+        ("dq", (128,), (2,)): Row(Config(64, 32, 8, 2), Config(32, 32, 8, 2), _ARITHMETIC),
     }),
     # 163 KiB.
     "sm80": _table({
         ("forward", (128,), (2,)): Row(
-            Config(128, 64, 8, 3), Config(32, 32, 4, 2), "compiled, no spills, 96 KiB", (0, 128)
+            Config(128, 64, 8, 3), Config(32, 32, 4, 2), "compiled, 96 KiB"
         ),
-        ("forward", (256,), (2,)): Row(Config(64, 32, 8, 2), Config(32, 16, 4, 1), "compiled, no spills (plain)"),
+        ("forward", (256,), (2,)): Row(Config(64, 32, 8, 2), Config(32, 16, 4, 1), "compiled"),
     }),
     # 227 KiB, wgmma (64 rows, or keys in dkdv, at least) and descriptors. KiB: the plain Config's of the widest head.
     "sm90": _table({
         ("forward", (16, 32, 64), (2,)): Row(
-            Config(64, 64, 4, 3), Config(64, 64, 8, 2, True), _MEASURED, (832, 64),
-            longest=Config(64, 128, 4, 2, True), blocks=Config(64, 64, 4, 2, True), bias=Config(64, 64, 4, 3),
+            Config(64, 128, 4, 2, True), Config(64, 64, 8, 2, True), _ALONE,
+            window=Config(64, 64, 4, 2, True), bias=Config(64, 64, 4, 3),
         ),
         # 64 rows of 128 columns and seven options at once do not fit the registers; 32 rows would do without wgmma.
-        ("forward", (128,), (2,)): Row(
-            Config(64, 64, 4, 3), Config(64, 32, 4, 2, True), _MEASURED, (896, 1024),
-            longest=Config(128, 64, 4, 2, True), blocks=Config(128, 64, 4, 2, True),
-        ),
+        ("forward", (128,), (2,)): Row(Config(64, 64, 4, 3, True), Config(64, 32, 4, 2, True), _ALONE),
         ("forward", (256,), (2,)): Row(Config(128, 64, 8, 2, True), Config(32, 32, 8, 1), _MEASURED),
         ("forward", (512,), (2,)): Row(
             Config(64, 32, 8, 2, True), Config(32, 16, 8, 1), f"compiled, 192 KiB; {_GUESSED}"
         ),
-        ("forward", (16, 32, 64), (4,)): Row(Config(128, 64, 4, 1), Config(32, 32, 4, 1), _ALONE, (896, 128)),
+        ("forward", (16, 32, 64), (4,)): Row(Config(64, 64, 4, 2, True), Config(32, 32, 4, 1), _ALONE),
         ("dkdv", (16, 32, 64), (2,)): Row(
-            Config(64, 64, 4, 3), Config(32, 64, 8, 1, True), _MEASURED, (832, 512),
-            blocks=Config(128, 64, 4, 2, True), bias=Config(64, 64, 4, 3),
+            Config(128, 64, 4, 2, True), Config(32, 64, 8, 1, True), _ALONE, bias=Config(64, 64, 4, 3),
         ),
         # 32 rows would spill a quarter of it, outside the loop, and take 1.17 times as long.
-        ("dkdv", (16, 32, 64), (4,)): Row(Config(64, 64, 4, 1), Config(32, 32, 4, 1), _ALONE, (2400, 1600)),
+        ("dkdv", (16, 32, 64), (4,)): Row(Config(64, 64, 4, 1), Config(32, 32, 4, 1), _ALONE),
         # dK, dV, S and dP of 64 keys: bytes spill, and 8 warps that spill fewer are slower.
         ("dkdv", (128,), (2,)): Row(
-            Config(32, 64, 4, 3), Config(32, 64, 8, 1, True), _MEASURED, (640, 1024),
-            full=Config(64, 128, 8, 3), long=Config(64, 128, 8, 3), blocks=Config(64, 64, 4, 2, True),
+            Config(64, 64, 4, 2, True), Config(32, 64, 8, 1, True), _ALONE
         ),
-        ("dkdv", (256,), (2,)): Row(Config(64, 64, 8, 2, True), Config(16, 32, 8, 1), _MEASURED, (384, 128)),
+        ("dkdv", (256,), (2,)): Row(Config(64, 64, 8, 2, True), Config(16, 32, 8, 1), _MEASURED),
         ("dkdv", (512,), (2,)): Row(
-            Config(32, 32, 8, 1, True), Config(16, 16, 8, 1), f"compiled, 98 KiB; {_GUESSED}", (0, 128)
+            Config(32, 32, 8, 1, True), Config(16, 16, 8, 1), f"compiled, 98 KiB; {_GUESSED}"
         ),
         ("dq", (16, 32, 64), (2,)): Row(
-            Config(64, 64, 4, 3), Config(64, 64, 8, 2, True), _MEASURED, (0, 512),
-            blocks=Config(64, 64, 4, 2, True), bias=Config(64, 64, 4, 3),
+            Config(64, 64, 4, 2, True), Config(64, 64, 8, 2, True), _ALONE,
+            full=Config(64, 64, 4, 3, True), long=Config(64, 64, 4, 3, True), window=Config(64, 64, 4, 3, True),
+            bias=Config(64, 64, 4, 3),
         ),
-        ("dq", (16, 32, 64), (4,)): Row(Config(128, 64, 8, 2, True), Config(32, 32, 4, 1), _ALONE, (0, 64)),
+        ("dq", (16, 32, 64), (4,)): Row(Config(128, 64, 8, 2, True), Config(32, 32, 4, 1), _ALONE),
         ("dq", (128,), (2,)): Row(
-            Config(64, 64, 4, 2), Config(32, 32, 4, 2, True), _MEASURED, (96, 64),
-            full=Config(128, 64, 8, 3), long=Config(128, 64, 8, 3, True), blocks=Config(64, 64, 4, 2, True),
+            Config(64, 64, 4, 2, True), Config(32, 32, 4, 2, True), _ALONE,
+            full=Config(128, 32, 4, 3, True), long=Config(128, 64, 8, 3, True), window=Config(64, 64, 4, 2, True),
+            blocks=Config(128, 64, 8, 3, True),
         ),
         # 128 x 32 in 8 warps is 2 % faster, and fills the shared memory to the last KiB.
-        ("dq", (256,), (2,)): Row(Config(64, 32, 4, 3, True), Config(32, 32, 8, 1), _MEASURED, (64, 128)),
+        ("dq", (256,), (2,)): Row(Config(64, 32, 4, 3, True), Config(32, 32, 8, 1), _MEASURED),
         ("dq", (512,), (2,)): Row(
-            Config(32, 16, 8, 2, True), Config(16, 16, 8, 1), f"compiled, no spills, 97 KiB; {_GUESSED}"
+            Config(32, 16, 8, 2, True), Config(16, 16, 8, 1), f"compiled, 97 KiB; {_GUESSED}"
         ),
         ("dbias", (16, 32, 64), (4,)): Row(
             Config(16, 32, 8, 1), Config(16, 32, 8, 1), f"compiled, 20 KiB; {_GUESSED}"
@@ -252,11 +241,11 @@ def kind_of(problem: Problem) -> str:
         return "dressed" if on_pairs or problem.mask == "blocks" else "bias"
     if problem.mask == "blocks":
         return "blocks"
-    if problem.q_layout is Layout.PACKED or problem.k_len < LONG:
+    if problem.q_layout is not Layout.PACKED and problem.k_len < LONG:
         return "full" if problem.band.is_full else "plain"
     if problem.band.left is not None and problem.band.right is not None:
         return "window"
-    return "longest" if problem.k_len >= LONGEST else "long"
+    return "long full" if problem.band.is_full else "long"
 
 
 def why_not(problem: Problem) -> str | None:
@@ -294,4 +283,5 @@ def shared_bound(config: Config, direction: str, width: int, itemsize: int, dres
         + (4 * pairs * config.stages if dressed else 0)
         + 1024 * config.warps * (2 if dressed and width == 512 else 1)
     )
-    return stays + config.stages * passes + 2 * other * more + scratch
+    turned = side * line if itemsize == 4 and width > SPLIT and direction != "forward" else 0  # for a TF32 product
+    return stays + config.stages * passes + 2 * other * more + turned + scratch

@@ -16,20 +16,19 @@ from .operands import RUN_TIME
 
 @triton.jit
 def attend(
-    o, m, l, q, K, V, j0, i, first, bits_tile, k_r, v_r, k_used, scale, softcap, seed, threshold, b, h, origin_i, origin_j,
-    terms, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
+    o, m, l, q, K, V, j0, edge, bits_tile, i, first, k_r, v_r, k_used, scale, softcap, seed, threshold, b, h, origin_i,
+    origin_j, terms, O: tl.constexpr,
 ):  # fmt: skip
     """(o, m, l) with the keys [j0, j0 + KEYS) taken in."""
-    PAST: tl.constexpr = EDGE and not O.EVEN
     j = j0 + tl.arange(0, O.KEYS)[None, :]
-    k = steps.load_tile(K, k_r, j0, k_used, O.KEYS, O.WIDTH, O.D, O.TMA, PAST)
+    k = steps.load_tile(K, k_r, j0, k_used, O.KEYS, O.WIDTH, O.D, O.PASS, not O.EVEN)
     S, _ = steps.scores(q, steps.turned(steps.parts(k, O)), scale, softcap, O)
-    S = steps.bias_and_mask(S, i, j, j0, bits_tile, *terms, EDGE=EDGE, MIXED=MIXED, O=O)
+    S = steps.bias_and_mask(S, i, j, j0, edge, bits_tile, *terms, O=O)
     factor = scale if O.RAW else 1.0
-    m, l, P, alpha = steps.rescale(m, l, S, factor, EDGE or MIXED or O.BIAS or O.BOOL, O.HEADROOM)
+    m, l, P, alpha = steps.rescale(m, l, S, factor, O.EDGES or O.BLOCKS or O.BIAS or O.BOOL, O.HEADROOM)
     if O.DROPOUT:
         P = tl.where(steps.keep(seed, threshold, b, h, first + origin_i, j0 + origin_j, True, O), P, 0.0)
-    v = steps.load_tile(V, v_r, j0, k_used, O.KEYS, O.V_WIDTH, O.DV, O.TMA, PAST)
+    v = steps.load_tile(V, v_r, j0, k_used, O.KEYS, O.V_WIDTH, O.DV, O.PASS, not O.EVEN)
     o = steps.product(steps.parts(P.to(v.dtype), O), steps.parts(v, O), o * alpha[:, None], O)
     return o, m, l
 
@@ -50,54 +49,32 @@ def forward_kernel(
     k_start, _k_span, k_used = steps.extent(s, batch, k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
     if first < q_span:
         kv = head // group
-        q, q_r = steps.rows_of(q, s, head, q_start, q_b, q_h, q_r, O.ALIGNED)
-        k, k_r = steps.rows_of(k, s, kv, k_start, k_b, k_h, k_r, O.ALIGNED)
-        v, v_r = steps.rows_of(v, s, kv, k_start, v_b, v_h, v_r, O.ALIGNED)
-        K = steps.source(k, k_r, k_used, KEYS, O.WIDTH, O.D, O.TMA)
-        V = steps.source(v, v_r, k_used, KEYS, V_WIDTH, O.DV, O.TMA)
+        Q, q_r = steps.source(q, s, head, q_start, q_b, q_h, q_r, q_used, O.STAY)
+        K, k_r = steps.source(k, s, kv, k_start, k_b, k_h, k_r, k_used, O.PASS)
+        V, v_r = steps.source(v, s, kv, k_start, v_b, v_h, v_r, k_used, O.PASS)
         diagonal = steps.diagonal(q_used, k_used, i0, j0, O)
-        bias_at, slope, mask_at, pool, draw = steps.of_head(
-            s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b, mask_h, bits, seed, O
+        bias_of = (bias, bias_b, bias_h, bias_r, bias_c, bias_q, bias_k)
+        mask_of = (mask, mask_b, mask_h, mask_r, mask_c, mask_q, mask_k)
+        terms = steps.terms_of(
+            s, head, batch, diagonal, k_used, left, right, bias_of, slopes, slopes_b, mask_of, bits, i0, j0, O
         )
-        terms = (
-            diagonal, k_used, left, right, slope, bias_at, bias_r, bias_c, bias_q, bias_k,
-            mask_at, mask_r, mask_c, mask_q, mask_k, pool, i0, j0,
-        )  # fmt: skip
+        draw = tl.load(seed) if O.DROPOUT else 0
         i = first + tl.arange(0, ROWS)[:, None]
-        common = (k_r, v_r, k_used, scale, softcap, draw, threshold, s + b0, head + h0, i0, j0, terms)
+        common = (i, first, k_r, v_r, k_used, scale, softcap, draw, threshold, s + b0, head + h0, i0, j0, terms)
 
-        tile = steps.parts(steps.load_tile(q, q_r, first, q_used, ROWS, O.WIDTH, O.D, False, not O.EVEN), O)
+        tile = steps.parts(steps.load_tile(Q, q_r, first, q_used, ROWS, O.WIDTH, O.D, O.STAY, not O.EVEN), O)
         acc = tl.zeros((ROWS, V_WIDTH), tl.float32)
         m = tl.full((ROWS,), -steps.INF, tl.float32)
         l = tl.zeros((ROWS,), tl.float32)
         last = tl.minimum(first + ROWS, q_used)
         lo, hi = steps.key_range(first, last, left, right, diagonal, k_used)
         free_lo, free_hi = steps.mask_free_range(first, last, left, right, diagonal, k_used)
-        if O.BLOCKS:
-            row = steps.mask_row(s + b0, head + h0, first + i0, blocks_b, blocks_h, blocks_n)
-            known = ((first + i0) // steps.TILE < blocks_n) & (s < batch)
-            positions = (lo + j0, hi + j0, free_lo + j0, free_hi + j0)
-            full += row * blocks_m
-            mixed += row * blocks_m
-            mixed_bits += row * blocks_m
-            x_lo, x_hi, _, _ = walk.live(mixed_count + row, mixed, known, *positions, KEYS, O.CUT)
-            lo, hi, a, z = walk.live(full_count + row, full, known, *positions, KEYS, O.CUT)
-        else:
-            lo, hi, a, z = walk.cut(lo, hi, free_lo, free_hi, KEYS)
-        for t in tl.range(a, z):
-            j = walk.place(t, full, j0, KEYS, O.BLOCKS)
-            acc, m, l = attend(acc, m, l, tile, K, V, j, i, first, 0, *common, EDGE=False, MIXED=False, O=O)
-        if O.EDGES:
-            for u in tl.range(0, a - lo + hi - z):
-                j = walk.place(walk.edge(u, lo, a, z), full, j0, KEYS, O.BLOCKS)
-                acc, m, l = attend(acc, m, l, tile, K, V, j, i, first, 0, *common, EDGE=True, MIXED=False, O=O)
-        if O.BLOCKS:
-            for t in tl.range(x_lo, x_hi):
-                j = walk.place(t, mixed, j0, KEYS, True)
-                bits_tile = tl.load(mixed_bits + t // (steps.TILE // KEYS))
-                acc, m, l = attend(
-                    acc, m, l, tile, K, V, j, i, first, bits_tile, *common, EDGE=O.EDGES, MIXED=True, O=O
-                )
+        lists = (full_count, full, mixed_count, mixed, mixed_bits, blocks_b, blocks_h, blocks_n, blocks_m)
+        way = walk.way(
+            lo, hi, free_lo, free_hi, lists, s + b0, head + h0, s < batch, first + i0, j0, KEYS, O,
+        )  # fmt: skip
+        for n in tl.range(way[0], walk.end(way)):
+            acc, m, l = attend(acc, m, l, tile, K, V, *walk.visit(way, n, j0, KEYS, O), *common, O=O)
 
         logit = 0.0
         if O.SINK:

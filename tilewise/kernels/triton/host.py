@@ -12,20 +12,20 @@ from torch import Tensor
 
 from ...block_mask import BlockMask, TileLists
 from ...problem import NOTHING, Aux, Grads, Layout, Origin, Problem
+from ..launch import Box, Boxes, Ready
 from . import config
 from .backward import dbias_kernel, dkdv_kernel, dq_kernel, per_head_kernel
 from .forward import forward_kernel
-from .launch import Ready
-from .options import NO_PAIRS, Options, Pairs
+from .options import BOX, FAR, NO_PAIRS, PAD, POINTERS, RAGGED, Options, Pairs, widths
 
 LOG2E = math.log2(math.e)
-LONGEST_TILE = 1024  # rows: per_head_kernel's
 TOGETHER_BYTES = 24 << 20  # of keys and values that heads walked side by side may take of the L2
 
 
 # A launch's numbers, grid and compile-time options follow from the Problem and from strides. They are made once for
 # calls that repeat: made anew each time, they take 40 microseconds of a forward's 60 on the host.
 READY = 512
+NO_BOX = (POINTERS, POINTERS)
 Strides = tuple[int, ...]
 Apart = tuple[int, Pairs, Pairs, Strides]  # slopes, bias, boolean mask, a BlockMask's lists
 Memory = tuple[tuple[int, ...], Strides, torch.dtype]  # what torch.empty_strided is to make
@@ -47,11 +47,13 @@ def _forward(
 ) -> tuple[Ready, Memory, Memory]:
     """The launch, o and lse."""
     cfg = config.choose(problem, "forward")
-    is_aligned, steps = strides(*of_rows)
+    steps = strides(*of_rows)
+    named = dict(zip(("q", "k", "v"), of_rows, strict=True))
+    *tma, boxes = _loads(problem, cfg, precision, {"k": 4, "v": 5}, {"q": 3}, named)
     start = Ready(
         forward_kernel, (_tiles(problem, problem.q_len, cfg.rows) * problem.heads,),
         (*_common(problem, origin, _together(problem)), *steps, *_numbers(apart)),
-        {"O": Options.of(problem, cfg, is_aligned, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages,
+        {"O": Options.of(problem, cfg, tma, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages, boxes,
     )  # fmt: skip
     return start, _memory(problem.o_shape, problem.dtype), _memory(problem.lse_shape, torch.float32)
 
@@ -119,7 +121,7 @@ def _backward(
     broadcast = None
     if dbias is not None and of_dbias is not None and not full:
         broadcast = _broadcast_dbias(problem, precision, origin, by_query, dbias, of_dbias[:4], *of_rows)
-    shapes = (*problem.o_shape[:-1], problem.qk_dim), problem.k_shape, (*problem.k_shape[:-1], problem.v_dim)
+    shapes = _q_shape(problem), problem.k_shape, _v_shape(problem)
     return _Backward(
         (*[_memory(shape, problem.dtype) for shape in shapes], _memory((_statistics(problem),), torch.float32)),
         _dq(problem, precision, origin, by_query, of_dbias if full else None, of_dlse, *of_rows),
@@ -131,12 +133,14 @@ def _backward(
 
 def _dkdv(problem: Problem, precision: str, origin: Origin, apart: Apart, *of_rows: Strides) -> Ready:
     cfg = config.choose(problem, "dkdv")
-    is_aligned, steps = strides(*of_rows)
+    steps = strides(*of_rows)
     together = max(1, _together(problem) // problem.group)
+    named = dict(zip(("do", "q", "k", "v"), of_rows, strict=True))
+    *tma, boxes = _loads(problem, cfg, precision, {"do": 3, "q": 4}, {"k": 5, "v": 6}, named)
     return Ready(
         dkdv_kernel, (_tiles(problem, problem.k_len, cfg.keys) * problem.kv_heads,),
         (*_common(problem, origin, together), *steps, *_numbers(apart)),
-        {"O": Options.of(problem, cfg, is_aligned, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages,
+        {"O": Options.of(problem, cfg, tma, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages, boxes,
     )  # fmt: skip
 
 
@@ -145,14 +149,17 @@ def _dq(
     *of_rows: Strides,
 ) -> Ready:  # fmt: skip
     cfg = config.choose(problem, "dq")
-    is_aligned, steps = strides(*of_rows)
+    steps = strides(*of_rows)
+    named = dict(zip(("do", "q", "k", "v"), of_rows, strict=True))
+    *tma, boxes = _loads(problem, cfg, precision, {"k": 9, "v": 10}, {"do": 7, "q": 8}, named)
     along = (0,) * 3 if of_dlse is None else (*(0,) * (3 - len(of_dlse)), *of_dlse)
     return Ready(
         dq_kernel, (_tiles(problem, problem.q_len, cfg.rows) * problem.heads,),
         (
             *_common(problem, origin, _together(problem)), *steps, *_numbers(apart), *(dbias or NO_PAIRS).numbers[:4], *along,
         ),
-        {"O": Options.of(problem, cfg, is_aligned, origin, precision, *apart[1:3], dbias)}, cfg.warps, cfg.stages,
+        {"O": Options.of(problem, cfg, tma, origin, precision, *apart[1:3], dbias)}, cfg.warps, cfg.stages,
+        boxes,
     )  # fmt: skip
 
 
@@ -161,12 +168,12 @@ def _broadcast_dbias(
     *of_rows: Strides,
 ) -> Ready:  # fmt: skip
     cfg = config.choose(problem, "dbias")
-    is_aligned, steps = strides(*of_rows)
+    steps = strides(*of_rows)
     b, h, rows, keys = shape
     return Ready(
         dbias_kernel, (b * h * -(-rows // cfg.rows) * -(-keys // cfg.keys),),
         (*_common(problem, origin, 1), *steps, *_numbers(apart), *of_dbias),
-        {"O": Options.of(problem, cfg, is_aligned, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages,
+        {"O": Options.of(problem, cfg, NO_BOX, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages,
     )  # fmt: skip
 
 
@@ -174,17 +181,17 @@ def _per_head(problem: Problem, precision: str) -> Ready:
     cfg = config.choose(problem, "dq")
     return Ready(
         per_head_kernel, (problem.batch * problem.heads,), (problem.batch, problem.heads, problem.q_len),
-        {"O": Options.of(problem, cfg, False, (0, 0, 0, 0), precision)}, 4, 1,
+        {"O": Options.of(problem, cfg, NO_BOX, NOTHING.origin, precision)}, 4, 1,
     )  # fmt: skip
 
 
 def _statistics(problem: Problem) -> int:
-    """Numbers in the backward's statistics (`steps.statistics_of`), and as many more as a tile of rows may reach past."""
+    """Numbers in the backward's statistics (`steps.statistics_of`)."""
     if problem.q_layout is Layout.PACKED:
-        rows = (problem.q_len // 16 + problem.batch + 1) * 16 * problem.heads
+        rows = (problem.q_len // PAD + problem.batch + 1) * PAD * problem.heads
     else:
-        rows = -(-problem.q_len // 16) * 16 * problem.batch * problem.heads
-    return 2 * rows + LONGEST_TILE
+        rows = -(-problem.q_len // PAD) * PAD * problem.batch * problem.heads
+    return 2 * rows
 
 
 def _is_full(problem: Problem, bias: Strides) -> bool:
@@ -211,17 +218,33 @@ def _zeros(problem: Problem, aux: Aux) -> list[Tensor | None]:
 
 
 def dense_rows(*tensors: Tensor) -> tuple[list[Tensor], list[Strides]]:
-    """Each tensor, or a copy whose rows are contiguous and begin at 16 bytes: what a vector load or a descriptor can
-    read; and the strides of each."""
+    """Each tensor, or a copy whose rows are contiguous and begin at multiples of 8 elements: what vector loads and
+    descriptors read; and the strides of each."""
     rows, strides = [], []
     for x in tensors:
-        stride = x.stride()
-        if stride[-1] != 1 or x.data_ptr() & 15:
-            x = x.clone(memory_format=torch.contiguous_format)
-            stride = x.stride()
+        stride = _strides_of_rows(x.shape, x.stride())
+        if stride is None or x.data_ptr() & 15:
+            x, stride = _copied(x)
         rows.append(x)
         strides.append(stride)
     return rows, strides
+
+
+@lru_cache(maxsize=READY)
+def _strides_of_rows(shape: tuple[int, ...], stride: Strides) -> Strides | None:
+    """The strides, 8 where the size is 1, if the tensor's rows are contiguous and all lie a multiple of 8 elements apart."""
+    *apart, last = [n if size > 1 else 8 for n, size in zip(stride, shape, strict=True)]
+    if (last != 1 and shape[-1] > 1) or any(n % 8 for n in apart):
+        return None
+    return (*apart, 1)
+
+
+def _copied(x: Tensor) -> tuple[Tensor, Strides]:
+    width = -(-x.shape[-1] // 8) * 8
+    copy = x.new_empty((*x.shape[:-1], width))[..., : x.shape[-1]].copy_(x)
+    stride = _strides_of_rows(copy.shape, copy.stride())
+    assert stride is not None
+    return copy, stride
 
 
 def empty_strided(x: Tensor) -> Callable[[tuple[int, ...], Strides, torch.dtype], Tensor]:
@@ -270,15 +293,78 @@ def pointers(q: Tensor, k: Tensor, v: Tensor, aux: Aux, by_query: bool) -> tuple
 _NO_LISTS = (None,) * 6
 
 
-def strides(*of_tensors: Strides) -> tuple[bool, Strides]:
-    """Whether all rows begin at multiples of 8 elements, and (from sequence to sequence, head to head, row to row) of
-    each tensor: packed ones lie in one sequence. In elements, or in units of 8 where all are multiples of it.
-    """
+def strides(*of_tensors: Strides) -> Strides:
+    """(From sequence to sequence, head to head, row to row) of each tensor, in units of 8 elements: packed ones lie in one
+    sequence."""
     out: list[int] = []
     for stride in of_tensors:
         out += stride[:3] if len(stride) == 4 else (0, stride[1], stride[0])
-    is_aligned = not any(n % 8 for n in out)
-    return is_aligned, tuple([n // 8 for n in out]) if is_aligned else tuple(out)
+    return tuple([n // 8 for n in out])
+
+
+def _loads(
+    problem: Problem, cfg: config.Config, precision: str, pass_by: dict[str, int],
+    stay: dict[str, int], of_rows: dict[str, Strides],
+) -> tuple[int, int, Boxes]:  # fmt: skip
+    """How a kernel loads the tiles that pass by and those that stay (`Options.PASS`, `STAY`), and the descriptors.
+
+    pass_by, stay: the places of q, k, v, do among the kernel's arguments.
+    """
+    how: list[int] = []
+    boxes: Boxes = {}
+    columns = widths(problem, cfg, precision)
+    for places in (pass_by, stay):
+        found = {}
+        for name, place in places.items():
+            queries = name in ("q", "do")
+            lens, side = (problem.q_lens, cfg.rows) if queries else (problem.k_lens, cfg.keys)
+            shape = {"q": _q_shape(problem), "k": problem.k_shape, "v": _v_shape(problem), "do": problem.o_shape}[name]
+            clipped = problem.q_layout is Layout.PACKED or lens
+            box = (ragged if clipped else whole)(shape, of_rows[name], side, columns[name in ("v", "do")])
+            if cfg.tma and box is not None:
+                found[place] = box
+        if len(found) < len(places):
+            how.append(POINTERS)
+        else:
+            how.append(RAGGED if clipped else BOX)
+            boxes |= found
+    return how[0], how[1], boxes
+
+
+def whole(shape: Strides, strides: Strides, side: int, width: int) -> Box | None:
+    """A descriptor of a dense x (B, H, S, D). None: the hardware has none for no elements, or one element for many."""
+    if 0 in shape or min(strides) <= 0:
+        return None
+    return Box(shape, strides, (1, 1, side, width))
+
+
+def ragged(shape: Strides, strides: Strides, side: int, width: int) -> Box | None:
+    """A descriptor of x (T, H, D) or (B, H, S, D) that clips at an end which the kernel names, whatever lies behind it.
+
+    Row i of a sequence that has `end` rows from `start` on is at (FAR, start + end, head, FAR - end + i): from i = end on
+    it is past the fourth side, FAR, and the hardware gives zeros. Its address is right because the first side's stride,
+    2^34 elements less a row, takes back FAR rows, and FAR 2^34 elements are a multiple of 2^64 bytes. The trick is of
+    Triton's `tools.ragged_tma`. None: as `whole`, or sequences do not lie whole rows apart, or there are too many rows.
+    """
+    dense = len(shape) == 4
+    heads, d = (shape[1], shape[3]) if dense else shape[1:]
+    apart, of_head, row = strides[:3] if dense else (0, strides[1], strides[0])
+    apart = apart if shape[0] > 1 else 0
+    rows = shape[0] if not dense else shape[2] + (shape[0] - 1) * apart // max(row, 1)
+    if 0 in shape or min(of_head, row) <= 0 or apart % row or rows > FAR:
+        return None
+    return Box((_MOST, _MOST, heads, FAR, d), (2**34 - row, row, of_head, row, 1), (1, 1, 1, side, width))
+
+
+_MOST = 0x7FFF0000  # a side that nothing reaches
+
+
+def _q_shape(problem: Problem) -> tuple[int, ...]:
+    return (*problem.o_shape[:-1], problem.qk_dim)
+
+
+def _v_shape(problem: Problem) -> tuple[int, ...]:
+    return (*problem.k_shape[:-1], problem.v_dim)
 
 
 def _common(problem: Problem, origin: Origin, together: int) -> tuple[Any, ...]:

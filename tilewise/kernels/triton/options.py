@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...block_mask import TILE
-from ...problem import Layout, Origin, Problem
+from ...problem import NOTHING, Layout, Origin, Problem
 from .config import Config
 
 
@@ -46,6 +47,12 @@ class Pairs(NamedTuple):
 NO_PAIRS = Pairs(0, 0, 0, 0, 0, 0)
 
 
+# How tiles are loaded: by pointers, or by descriptors (`steps.source`).
+POINTERS, BOX, RAGGED = 0, 1, 2
+PAD = 128  # rows: of the statistics that a sequence has are a multiple; no tile has more
+FAR = 2**30  # the row that a RAGGED descriptor ends at
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """The one compile-time argument of the kernels. Lengths are never in it."""
@@ -56,8 +63,8 @@ class Options:
     V_WIDTH: int
     ROWS: int
     KEYS: int
-    TMA: bool
-    ALIGNED: bool  # rows of q, k, v, dO begin at multiples of 16 bytes
+    PASS: int  # how the tiles that pass by are loaded
+    STAY: int  # and those that stay
     PACKED: bool
     Q_LENS: bool
     K_LENS: bool
@@ -89,24 +96,24 @@ class Options:
 
     @classmethod
     def of(
-        cls, problem: Problem, config: Config, aligned: bool, origin: Origin, precision: str, bias: Pairs = NO_PAIRS,
-        mask: Pairs = NO_PAIRS, dbias: Pairs | None = None,
+        cls, problem: Problem, config: Config, tma: Sequence[int], origin: Origin, precision: str,
+        bias: Pairs = NO_PAIRS, mask: Pairs = NO_PAIRS, dbias: Pairs | None = None,
     ) -> Options:  # fmt: skip
         blocks = problem.mask == "blocks"
         varied = problem.q_layout is Layout.PACKED or problem.q_lens or problem.k_lens
         rows, keys = (TILE, TILE) if blocks else (config.rows, config.keys)
         even = not (varied or problem.q_len % rows or problem.k_len % keys)
         banded = not problem.band.is_full
-        wide, v_wide = widths(problem.qk_dim, problem.v_dim, precision)
+        wide, v_wide = widths(problem, config, precision)
         return cls(
             D=problem.qk_dim, DV=problem.v_dim, WIDTH=wide, V_WIDTH=v_wide,
-            ROWS=config.rows, KEYS=config.keys, TMA=config.tma and aligned, ALIGNED=aligned,
+            ROWS=config.rows, KEYS=config.keys, PASS=tma[0], STAY=tma[1],
             PACKED=problem.q_layout is Layout.PACKED, Q_LENS=problem.q_lens, K_LENS=problem.k_lens,
             LEFT=problem.band.left is not None, RIGHT=problem.band.right is not None, TOP_LEFT=problem.band.align == "top_left",
             RAW=problem.scale > 0 and not (problem.softcap or problem.bias or problem.alibi),
             SOFTCAP=problem.softcap > 0, BIAS=problem.bias is not None, ALIBI=problem.alibi, SINK=problem.sink,
             BOOL=problem.mask == "bool", BLOCKS=blocks, EVEN=even, EDGES=banded or not even,
-            CUT=blocks and (varied or banded or origin != (0, 0, 0, 0)), DROPOUT=problem.dropout_p > 0,
+            CUT=blocks and (varied or banded or origin != NOTHING.origin), DROPOUT=problem.dropout_p > 0,
             # On tiles with one run a side Triton 3.6 drew wrong bits now and then (H200, wide heads, a boolean mask).
             RUNS=not (origin[2] % 16 or origin[3] % 16) and min(config.rows, config.keys) >= 32,
             HEADROOM=12 if problem.dtype is torch.float16 else 0, PRECISION=precision,
@@ -117,12 +124,14 @@ class Options:
         )  # fmt: skip
 
 
-def widths(d: int, v_dim: int, precision: str) -> tuple[int, int]:
+def widths(problem: Problem, config: Config, precision: str) -> tuple[int, int]:
     """The columns of the tiles of q, k and of v, dO: the next power of two, 16 at least.
 
-    "bf16x6": the wider for all. The parts of narrower ones are swizzled otherwise where the others' were in shared memory
-    before, and ptxas 12.8 then leaves out an instruction: a uniform register of a wgmma's descriptor is read that nothing
-    has written (d 64, dv 32, forward; wrong results or an illegal address on an H200).
+    Hopper, tiles that no pipeline loads: the wider for all. One is then in shared memory where the other was, a narrower
+    one is swizzled otherwise, and ptxas 12.8 leaves out an instruction: a uniform register of a wgmma's descriptor is
+    read that nothing has written (d 64, dv 32; wrong results or an illegal address on an H200; `launch.Resources`).
+    Parts of fp32 tiles never are in a pipeline; others with one stage.
     """
-    wide, v_wide = (max(16, 1 << (n - 1).bit_length()) for n in (d, v_dim))
-    return (max(wide, v_wide),) * 2 if precision == "bf16x6" else (wide, v_wide)
+    wide, v_wide = (max(16, 1 << (n - 1).bit_length()) for n in (problem.qk_dim, problem.v_dim))
+    alone = problem.device == "sm90" and (precision == "bf16x6" or config.stages == 1)
+    return (max(wide, v_wide),) * 2 if alone else (wide, v_wide)

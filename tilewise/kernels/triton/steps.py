@@ -1,13 +1,13 @@
 """The named steps of attention in Triton, each written once: the kernels are sentences made of them.
 
     which_tile, extent       program -> (sequence, head, tile) and where a sequence lies
-    source, load_tile        rows of a sequence, by pointers or (Hopper on) by tensor descriptors that clip at its end
+    source, load_tile        rows of a sequence, by pointers or (Hopper) by descriptors that clip at its end
     parts, turned, product   a b, of tiles as they are, or of three bf16 parts each: true fp32 on Hopper
     scores                   S = q k^T, softcap
-    bias_and_mask            + bias, - ALiBi, boolean mask, block bits, Band and the sequence's end (-inf)
+    terms_of, bias_and_mask  + bias, - ALiBi, boolean mask, block bits, Band and the sequence's end (-inf)
     keep                     the pairs that dropout keeps
     update, finalize         the online softmax
-    row_statistic            what the backward keeps of a row: lse and delta
+    statistics_of, store_..  what the backward keeps of each row: lse and delta
 
 `algorithm/` has the same names in torch, and the tests compare them one by one. Whatever an option needs stands under a
 compile-time `if`, so that an option that is off costs nothing. Scores reach the softmax in bits (log2(e) times), as there.
@@ -25,12 +25,15 @@ import triton
 import triton.language as tl
 
 from ... import mask as arithmetic
+from . import options
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LEAST = tl.constexpr(-3.4028234663852886e38)  # of fp32
 INF = tl.constexpr(float("inf"))
 TILE = tl.constexpr(128)  # a BlockMask's
+PAD = tl.constexpr(options.PAD)
+BOX, RAGGED, FAR = tl.constexpr(options.BOX), tl.constexpr(options.RAGGED), tl.constexpr(options.FAR)
 
 
 def _jit(function: Any) -> Any:
@@ -115,16 +118,27 @@ def statistic(s, head, heads, length, start, PACKED: tl.constexpr):
 def statistics_of(x, s, head, batch, heads, length, start, PACKED: tl.constexpr):
     """(lse in bits, delta): where a sequence's rows begin in x, the backward's statistics.
 
-    x is (B, H, 2, rows), or packed (H, 2, rows), in which each sequence begins at a multiple of 16: so loads are wide.
+    x is (B, H, 2, rows), or packed (H, 2, rows), in which each sequence begins at a multiple of PAD: so loads are wide, and
+    what a tile reaches past its end is its own.
     """
     if PACKED:
-        rows = (length // 16 + batch + 1) * 16
-        at = x + head.to(tl.int64) * 2 * rows + (start // 16 + s) * 16
+        rows = (length // PAD + batch + 1) * PAD
+        at = x + head.to(tl.int64) * 2 * rows + (start // PAD + s) * PAD
         return at, at + rows
     else:
-        rows = (length + 15) // 16 * 16
+        rows = (length + PAD - 1) // PAD * PAD
         at = x + (s.to(tl.int64) * heads + head) * 2 * rows
         return at, at + rows
+
+
+@triton.jit
+def store_statistics(x, values, past, first, end, SIDE: tl.constexpr):
+    """The tile of rows [first, first + SIDE), and behind the last one `past` to a multiple of PAD: `values` has it to SIDE."""
+    rows = tl.arange(0, SIDE)
+    tl.store(x + first + rows, values)
+    padded = (end + PAD - 1) // PAD * PAD
+    for at in tl.range(tl.where(first + SIDE < end, padded, first + SIDE), padded, SIDE):
+        tl.store(x + at + rows, tl.zeros_like(values) + past)
 
 
 @triton.jit
@@ -146,27 +160,29 @@ def diagonal(q_used, k_used, i0, j0, O: tl.constexpr):
 
 
 @triton.jit
-def rows_of(x, s, head, start, x_b, x_h, x_r, ALIGNED: tl.constexpr):
+def rows_of(x, s, head, start, x_b, x_h, x_r):
     """(rows of one sequence and head of x, the stride from one to the next). A packed x has x_b = 0.
 
-    ALIGNED: strides come in units of 8 elements, so that the compiler sees that rows begin at 16 bytes and loads may be
-    as wide.
+    Strides come in units of 8 elements, so that the compiler sees that rows begin at 16 bytes and loads may be as wide.
     """
-    if ALIGNED:
-        x_b = x_b * 8
-        x_h = x_h * 8
-        x_r = x_r * 8
-    return x + s.to(tl.int64) * x_b + head.to(tl.int64) * x_h + start.to(tl.int64) * x_r, x_r
+    x_r = x_r * 8
+    return x + s.to(tl.int64) * (x_b * 8) + head.to(tl.int64) * (x_h * 8) + start.to(tl.int64) * x_r, x_r
 
 
 @triton.jit
-def of_head(s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b, mask_h, bits, seed, O: tl.constexpr):
-    """(bias, ALiBi slope, boolean mask, bit tiles, seed) of one sequence and head; 0 for what is off."""
+def terms_of(
+    s, head, batch, diagonal, k_used, left, right, bias_of, slopes, slopes_b, mask_of, bits, i0, j0, O: tl.constexpr
+):
+    """What bias_and_mask adds to the scores of one sequence and head; 0 for what is off.
+
+    bias_of, mask_of: the array, its four strides and its two extents (`options.Pairs`).
+    """
+    bias, bias_b, bias_h, bias_r, bias_c, bias_q, bias_k = bias_of
+    mask, mask_b, mask_h, mask_r, mask_c, mask_q, mask_k = mask_of
     bias_at = 0
     slope = 0.0
     mask_at = 0
     pool = 0
-    draw = 0
     if O.BIAS:
         bias_at = bias + (s.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h) * (8 if O.BIAS_WIDE else 1)
     if O.ALIBI:
@@ -175,27 +191,28 @@ def of_head(s, head, batch, bias, bias_b, bias_h, slopes, slopes_b, mask, mask_b
         mask_at = mask + (s.to(tl.int64) * mask_b + head.to(tl.int64) * mask_h) * (8 if O.MASK_WIDE else 1)
     if O.BLOCKS:
         pool = bits.to(tl.pointer_type(tl.int32), bitcast=True)
-    if O.DROPOUT:
-        draw = tl.load(seed)
-    return bias_at, slope, mask_at, pool, draw
-
-
-@triton.jit
-def mask_row(b, h, position, blocks_b, blocks_h, blocks_n):
-    """The row of a BlockMask's lists that holds `position` of sequence b, head h."""
-    return (b.to(tl.int64) * blocks_b + h.to(tl.int64) * blocks_h) * blocks_n + position // TILE
+    return (
+        diagonal, k_used, left, right, slope, bias_at, bias_r, bias_c, bias_q, bias_k,
+        mask_at, mask_r, mask_c, mask_q, mask_k, pool, i0, j0,
+    )  # fmt: skip
 
 
 # ---- tiles of q, k, v, dO --------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def source(x, row, end, SIDE: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr):
-    """What load_tile reads: rows [0, end) of DIM numbers at x, `row` elements from one to the next."""
-    if TMA:
-        return tl.make_tensor_descriptor(x, shape=[end, DIM], strides=[row.to(tl.int64), 1], block_shape=[SIDE, WIDTH])
+def source(x, s, head, start, x_b, x_h, x_r, end, TMA: tl.constexpr):
+    """(what load_tile reads, from row to row): rows [0, end) of one sequence and head of x.
+
+    TMA: 0, x is a pointer; BOX, a descriptor (sequences, heads, rows, columns), which clips at the tensor's rows; RAGGED,
+    one that clips at `end` (`host.ragged`).
+    """
+    if TMA == BOX:
+        return (x, s, head), x_r
+    elif TMA == RAGGED:
+        return (x, s * (x_b // x_r) + start + end, head, FAR - end), x_r
     else:
-        return x
+        return rows_of(x, s, head, start, x_b, x_h, x_r)
 
 
 @triton.jit
@@ -207,8 +224,10 @@ def load_tile(
 
     Hardware clips what a descriptor loads; a caller that knows the tile to lie inside says EDGE = False.
     """
-    if TMA:
-        return x.load([first, 0])
+    if TMA == BOX:
+        return x[0].load([x[1], x[2], first, 0]).reshape(SIDE, WIDTH)
+    elif TMA == RAGGED:
+        return x[0].load([FAR, x[1], x[2], x[3] + first, 0]).reshape(SIDE, WIDTH)
     else:
         rows = tl.arange(0, SIDE)
         columns = tl.arange(0, WIDTH)
@@ -407,13 +426,14 @@ def alibi(S, slope, i, j, diagonal):
 
 @triton.jit
 def bias_and_mask(
-    S, i, j, b0, bits_tile, diagonal, k_used, left, right, slope, bias, bias_r, bias_c, bias_q, bias_k,
-    mask, mask_r, mask_c, mask_q, mask_k, bits, i0, j0, EDGE: tl.constexpr, MIXED: tl.constexpr, O: tl.constexpr,
+    S, i, j, b0, edge, bits_tile, diagonal, k_used, left, right, slope, bias, bias_r, bias_c, bias_q, bias_k,
+    mask, mask_r, mask_c, mask_q, mask_k, bits, i0, j0, O: tl.constexpr,
 ):  # fmt: skip
     """Add bias and ALiBi to a tile of scores, and put -inf where row i may not see key j.
 
-    i, j: positions in the sequence, one along each side; b0: the first along S's second. EDGE: the tile may cross the
-    Band's edge or the last key. MIXED: it lies in the BlockMask's bit tile `bits_tile`, whose bits end with the keys.
+    i, j: positions in the sequence, one along each side; b0: the first along S's second. edge: the tile may cross the
+    Band's edge or the last key. bits_tile: the BlockMask's bit tile that it lies in, -1 for none. Both are jumps in the
+    one loop that there is: a loop of its own for such tiles fills a pipeline anew.
     """
     if O.BIAS:
         S = add_bias(S, bias, i, j, bias_r, bias_c, bias_q, bias_k, O.BIAS_ROWS, O.BIAS_KEYS, O.BIAS_WIDE)
@@ -421,14 +441,16 @@ def bias_and_mask(
         S = alibi(S, slope, i, j, diagonal)
     if O.BOOL:
         S = bool_mask(S, mask, i, j, mask_r, mask_c, mask_q, mask_k, O.MASK_ROWS, O.MASK_KEYS, O.MASK_WIDE)
-    if MIXED:
-        S = (
-            bits_mask(S, bits, bits_tile, i + i0, b0 + j0)
-            if j.shape[0] == 1
-            else bits_mask(S, bits, bits_tile, j + j0, b0 + i0)
-        )
-    if EDGE and (O.CUT or not MIXED):
-        S = band_mask(S, i, j, diagonal, left, right, k_used, O.LEFT, O.RIGHT, not O.EVEN)
+    if O.BLOCKS:  # noqa: SIM102 (the outer one is compile-time)
+        if bits_tile >= 0:
+            S = (
+                bits_mask(S, bits, bits_tile, i + i0, b0 + j0)
+                if j.shape[0] == 1
+                else bits_mask(S, bits, bits_tile, j + j0, b0 + i0)
+            )
+    if O.EDGES:  # noqa: SIM102
+        if edge:
+            S = band_mask(S, i, j, diagonal, left, right, k_used, O.LEFT, O.RIGHT, not O.EVEN)
     return S
 
 
@@ -508,17 +530,3 @@ def finalize(m, l, o, sink, SINK: tl.constexpr):
         m = m_new
     o = o * tl.where(l == 0.0, 0.0, 1.0 / l)[:, None]
     return o, tl.where(l == 0.0, -INF, (m + tl.log2(l)) * LN2)
-
-
-@triton.jit
-def row_statistic(x, first, end, past, SIDE: tl.constexpr, EDGE: tl.constexpr):
-    """lse (in bits) or delta of rows [first, first + SIDE), where EDGE `past` from `end` on.
-
-    What lies there is read all the same, and there is room for it. With a mask on so small a load, and lse turned into
-    bits in the loop, dkdv's had 807 instructions; it has 469 (sm90, d 128, 64 x 64).
-    """
-    rows = tl.arange(0, SIDE)
-    values = tl.load(x + first + rows)
-    if EDGE:
-        values = tl.where(rows < end - first, values, past)
-    return values

@@ -1,6 +1,6 @@
 """The order in which a tile's partners are walked, the same for forward and backward.
 
-First those that need no mask code, then those at the Band's edges and at the sequence's end, then (BlockMask) MIXED ones.
+One after the other, and then (BlockMask) the MIXED ones.
 """
 
 from __future__ import annotations
@@ -56,25 +56,68 @@ def below(list, count, tile):
 
 
 @triton.jit
-def edge(u, lo, a, z):
-    """The number of the u-th of the tiles [lo, a) and [z, hi)."""
-    return tl.where(u < a - lo, lo + u, z + u - (a - lo))
+def rows_of_mask(lists, b, h, known, position):
+    """The lists of the tiles that a BlockMask has beside the one at `position` of sequence b, head h.
+
+    lists: (the kernel's pointers, and their strides). known: whether that tile is in use at all.
+    """
+    full_count, full, mixed_count, mixed, mixed_bits, blocks_b, blocks_h, blocks_n, blocks_m = lists
+    row = (b.to(tl.int64) * blocks_b + h.to(tl.int64) * blocks_h) * blocks_n + position // steps.TILE
+    known = known & (position // steps.TILE < blocks_n)
+    at = row * blocks_m
+    return full_count + row, full + at, mixed_count + row, mixed + at, mixed_bits + at, known
 
 
 @triton.jit
-def place(t, list, origin, SIDE: tl.constexpr, BLOCKS: tl.constexpr):
-    """Where the tile number t begins in the sequence."""
-    if BLOCKS:
-        PARTS: tl.constexpr = steps.TILE // SIDE
-        n = t // PARTS
-        return tl.load(list + n) * steps.TILE + (t - n * PARTS) * SIDE - origin
+def way(lo, hi, free_lo, free_hi, lists, b, h, known, position, origin, SIDE: tl.constexpr, O: tl.constexpr):
+    """The partners of a tile in their order, for `visit`: all of [lo, hi), in which [free_lo, free_hi) need no mask.
+
+    origin: where the partners' side begins in the BlockMask; the others are rows_of_mask's.
+    """
+    if O.BLOCKS:
+        full_count, full, mixed_count, mixed, mixed_bits, known = rows_of_mask(lists, b, h, known, position)
+        positions = (lo + origin, hi + origin, free_lo + origin, free_hi + origin)
+        x_lo, x_hi, _, _ = live(mixed_count, mixed, known, *positions, SIDE, O.CUT)
+        lo, hi, a, z = live(full_count, full, known, *positions, SIDE, O.CUT)
+        return lo, hi, a, z, x_lo, x_hi, full, mixed, mixed_bits
     else:
-        return t * SIDE
+        lo, hi, a, z = cut(lo, hi, free_lo, free_hi, SIDE)
+        return lo, hi, a, z, 0, 0, 0, 0, 0
 
 
 @triton.jit
-def find(count, list, known, tile):
-    """(whether an ascending list holds `tile`, where)."""
-    n = tl.load(count, mask=known, other=0)
-    at = below(list, n, tile)
-    return tl.load(list + at, mask=at < n, other=-1) == tile, at
+def end(way):
+    """A loop over all of them is from way[0] to here: past the second, numbers are of MIXED tiles."""
+    return way[1] + (way[5] - way[4])
+
+
+@triton.jit
+def visit(way, n, origin, SIDE: tl.constexpr, O: tl.constexpr):
+    """(Where the partner number n begins in the sequence; whether it needs the Band's mask; its bit tile's place, or -1)."""
+    _lo, hi, a, z, x_lo, _x_hi, full, mixed, mixed_bits = way
+    edge = (n < a) | (n >= z)
+    if O.BLOCKS:
+        PARTS: tl.constexpr = steps.TILE // SIDE
+        is_mixed = n >= hi
+        t = tl.where(is_mixed, n - hi + x_lo, n)
+        entry = t // PARTS
+        tile = tl.load(tl.where(is_mixed, mixed, full) + entry)
+        bits = tl.load(mixed_bits + entry, mask=is_mixed, other=-1)
+        if not O.CUT:
+            edge = (n >= z) & (n < hi)
+        return tile * steps.TILE + (t - entry * PARTS) * SIDE - origin, edge, bits
+    else:
+        return n * SIDE, edge, -1
+
+
+@triton.jit
+def find(lists, b, h, known, position, tile):
+    """(Whether the tile is live, its bit tile's place or -1)."""
+    full_count, full, mixed_count, mixed, mixed_bits, known = rows_of_mask(lists, b, h, known, position)
+    n = tl.load(full_count, mask=known, other=0)
+    at = below(full, n, tile)
+    is_full = tl.load(full + at, mask=at < n, other=-1) == tile
+    n = tl.load(mixed_count, mask=known, other=0)
+    at = below(mixed, n, tile)
+    is_mixed = tl.load(mixed + at, mask=at < n, other=-1) == tile
+    return is_full | is_mixed, tl.load(mixed_bits + at, mask=is_mixed, other=-1)

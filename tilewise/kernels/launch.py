@@ -1,4 +1,4 @@
-"""Launching a Triton kernel at little host cost; recording launches; compiling a recorded one with no device at hand.
+"""Launching a Triton or Gluon kernel at little host cost; recording launches; compiling a recorded one without a device.
 
 `kernel[grid](...)` binds, specialises and hashes every argument at each call, in Python: tens of microseconds, more
 than a small attention takes on the device. Here a call's key is whatever Triton's choice of a binary depends on, and
@@ -7,19 +7,19 @@ the tensors do not tell of it is made once, in a `Ready`.
 
 What that launcher expects differs between Triton's versions (3.6 to 3.9 have two forms on CUDA), and a wrong argument
 there is a wrong result on the device. So the call that Triton's own Python makes is read from its source, once: a form
-that is not known here warns and goes through `kernel[grid](...)` for good.
+that is not known here warns and goes through `kernel[grid](...)` for good. Descriptors (TMA), which Triton encodes anew
+at each launch, are kept by address.
 """
 
 from __future__ import annotations
 
 import ast
-import contextvars
 import functools
 import inspect
 import itertools
-import math
 import re
 import subprocess
+import sys
 import tempfile
 import textwrap
 import warnings
@@ -34,6 +34,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.runtime.jit import JITFunction, MockTensor, create_function_from_signature
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _HIP = torch.version.hip is not None
 _FUSED = {"enable_fp_fusion": True}  # S * scale - m in one instruction; newer Tritons have it off unless asked
@@ -53,7 +54,33 @@ class Launch:
     stages: int
 
 
-Call = Callable[[int, int | None, list[Any]], None]  # (stream, address of the scratch memory, the tensors' addresses)
+@dataclass(frozen=True, slots=True)
+class Box:
+    """How a tensor is given to a kernel as a descriptor (TMA) and not as a pointer.
+
+    shape, strides: in elements; the last stride is 1, the others are multiples of 16 bytes.
+    block: what one load or store moves.
+    layout: of the block in shared memory, for a Gluon kernel.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+    layout: Any = None
+
+    def around(self, tensor: torch.Tensor) -> Any:
+        given = (tensor, list(self.shape), list(self.strides), list(self.block))
+        if self.layout is None:
+            return TensorDescriptor(*given)
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+        return GluonDescriptor(*given, self.layout)
+
+
+Boxes = dict[int, Box]  # by the tensor's place among the arguments
+NO_BOXES: Boxes = {}
+Encode = Callable[[Any], list[Any]]  # a descriptor -> what the C function takes of it
+Call = Callable[[int, list[Any]], None]  # (stream, the tensors' addresses)
 Form = Callable[[Any, tuple[int, ...], tuple[Any, ...]], Call]  # (compiled kernel, grid, what follows the addresses)
 
 
@@ -63,9 +90,9 @@ class _Binary:
 
     kernel: Any
     compiled: Any
-    scratch: int  # bytes of global memory that one program of the grid needs, for tensor descriptors
     form: Form | None  # None: through kernel[grid]
     unused: int  # places that the launcher has for constexprs: it does not look at what is there
+    encoders: tuple[Encode, ...] = ()  # of its descriptors, in their order
 
     def call(self, sizes: tuple[int, ...], numbers: tuple[int | float | None, ...]) -> Call:
         assert self.form is not None
@@ -89,20 +116,22 @@ def recording() -> Iterator[list[Launch]]:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, object], warps: int, stages: int
-) -> None:
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, object], warps: int, stages: int,
+    boxes: Boxes = NO_BOXES,
+) -> None:  # fmt: skip
     """Launch `kernel` on the device of its tensors and that device's current stream, as PyTorch has them.
 
     kernel: a triton.jit function. Its run-time parameters come first and take `args` in order: first tensors of one
         device or None, then ints and floats. Ints must be do_not_specialize. Its tl.constexpr parameters come last and
         are given by name.
     grid: one to three sizes, fewer than 2^31 programs in all. A size of 0 launches nothing.
+    boxes: which of the tensors are given as descriptors.
 
     In Triton's interpreter (TRITON_INTERPRET=1) this is `kernel[grid](...)`, and tensors may lie on the CPU.
     TypeError and ValueError: what is said above does not hold. Those of Triton and of the driver pass through.
     """
     tensors = list(itertools.takewhile(lambda arg: arg is None or isinstance(arg, torch.Tensor), args))
-    Ready(kernel, grid, args[len(tensors) :], constexprs, warps, stages)(*tensors)
+    Ready(kernel, grid, args[len(tensors) :], constexprs, warps, stages, boxes)(*tensors)
 
 
 class Ready:
@@ -112,24 +141,28 @@ class Ready:
     numbers: the ints and floats that follow the tensors in the kernel's arguments.
     """
 
-    __slots__ = ("_binaries", "_calls", "_sizes", "constexprs", "grid", "kernel", "numbers", "stages", "warps")
+    __slots__ = (
+        "_binaries", "_calls", "_sizes", "boxes", "constexprs", "grid", "kernel", "numbers", "stages", "warps",
+    )  # fmt: skip
 
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], numbers: tuple[int | float, ...], constexprs: dict[str, object],
-        warps: int, stages: int,
+        warps: int, stages: int, boxes: Boxes = NO_BOXES,
     ) -> None:  # fmt: skip
-        self.kernel, self.grid, self.numbers = kernel, grid, numbers
+        self.kernel, self.grid, self.numbers, self.boxes = kernel, grid, numbers, boxes
         self.constexprs, self.warps, self.stages = constexprs, warps, stages
         x, y, z = self._sizes = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         if x * y * z >= 2**31:  # the launcher multiplies in 32 bits, and launches nothing where that wraps below 1
             raise ValueError(f"{kernel.__name__}: a grid of {grid} has 2^31 programs or more")
-        key = (id(kernel), warps, stages, *_kinds(numbers), *constexprs, *constexprs.values())
+        blocks = ((place, box.block, box.layout) for place, box in boxes.items())
+        key = (id(kernel), warps, stages, *_kinds(numbers), *constexprs, *constexprs.values(), *blocks)
         self._binaries = _binaries.setdefault(key, {})
-        self._calls: dict[tuple[object, ...], tuple[Call, int]] = {}  # those of its binaries, and their scratch's bytes
+        # Those of its binaries, and what puts descriptors in the addresses' places.
+        self._calls: dict[tuple[object, ...], tuple[Call, Callable[..., list[Any]] | None]] = {}
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         if _recorders:
-            args = (*tensors, *self._left_out(tensors), *self.numbers)
+            args = (*self._boxed(tensors), *self._left_out(tensors), *self.numbers)
             _recorders[-1].append(Launch(self.kernel, self.grid, args, self.constexprs, self.warps, self.stages))
             return
         kernel = self.kernel
@@ -150,27 +183,30 @@ class Ready:
         if found is None or _hooked(kernel):
             self._seldom(tensors, device, key)
             return
-        call, scratch = found
-        if scratch:
-            # Freed on return, and used again only by what comes later on this stream.
-            memory = torch.empty(scratch, dtype=torch.int8, device=device)
-            call(_stream(device), memory.data_ptr(), addresses)
-        else:
-            call(_stream(device), None, addresses)
+        call, encoded = found
+        call(_stream(device), addresses if encoded is None else encoded(tensors, addresses))
 
     def _seldom(self, tensors: tuple[torch.Tensor | None, ...], device: int, key: tuple[object, ...]) -> None:
         """A launch of this key that is the first, or that Triton has to make."""
         binary, hooked = self._binaries.get(key), _hooked(self.kernel)
         left_out = self._left_out(tensors)
         if binary is not None and binary.form is not None and not hooked:  # another Ready has launched it
-            scratch = math.prod(self._sizes) * binary.scratch
-            self._calls[key] = binary.call(self._sizes, (*left_out, *self.numbers)), scratch
+            encoded = _encoded(self.boxes, binary.encoders) if self.boxes else None
+            self._calls[key] = binary.call(self._sizes, (*left_out, *self.numbers)), encoded
             self(*tensors)
             return
         tensors = (*tensors, *left_out)
-        compiled = self._compiled(tensors, device)
+        _check(self.kernel, (*tensors, *self.numbers), self.constexprs)
+        compiled = self._through_triton(tensors)  # None where a hook of the user's took the compilation over
         if binary is None and compiled is not None and not _hooked(self.kernel):
-            self._binaries[key] = _binary_of(self.kernel, compiled, len(tensors) + len(self.numbers))
+            self._binaries[key] = _binary_of(self.kernel, compiled, len(tensors) + len(self.numbers), len(self.boxes))
+
+    def _boxed(self, tensors: tuple[torch.Tensor | None, ...]) -> tuple[Any, ...]:
+        if not self.boxes:
+            return tensors
+        return tuple(
+            [self.boxes[n].around(x) if n in self.boxes and x is not None else x for n, x in enumerate(tensors)]
+        )
 
     def _left_out(self, tensors: tuple[torch.Tensor | None, ...]) -> tuple[None, ...]:
         """A None for each tensor that the call leaves out: the constexprs' places begin where those of numbers end."""
@@ -178,21 +214,38 @@ class Ready:
         first = min((names.index(name) for name in self.constexprs if name in names), default=0)
         return (None,) * (first - len(self.numbers) - len(tensors))
 
-    def _compiled(self, tensors: tuple[torch.Tensor | None, ...], device: int) -> Any:
-        """The compiled kernel, after its launch; None where a hook of the user's took the compilation over."""
-        _check(self.kernel, (*tensors, *self.numbers), self.constexprs)
-
-        def run() -> Any:
-            triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
-            return self._through_triton(tensors)
-
-        # Triton keeps its allocator in a context variable: set in a copy of the context, it leaves the user's alone.
-        return contextvars.copy_context().run(run)
-
     def _through_triton(self, tensors: tuple[torch.Tensor | None, ...]) -> Any:
         return self.kernel[self.grid](
-            *tensors, *self.numbers, **self.constexprs, num_warps=self.warps, num_stages=self.stages, **_FUSED
+            *self._boxed(tensors),
+            *self.numbers,
+            **self.constexprs,
+            num_warps=self.warps,
+            num_stages=self.stages,
+            **_FUSED,
         )
+
+
+_ENCODED = 1024  # descriptors that a Ready keeps of a binary: a training step has some dozens of addresses
+
+
+def _encoded(boxes: Boxes, encoders: tuple[Encode, ...]) -> Callable[..., list[Any]]:
+    """What puts descriptors in the place of addresses. All but the address is the Ready's: it has what was made before."""
+    places = sorted(boxes, reverse=True)  # from the last on, for what is put in moves what follows
+    encode = dict(zip(sorted(boxes), encoders, strict=True))
+    made: dict[tuple[int, int], list[Any]] = {}
+
+    def encoded(tensors: tuple[torch.Tensor | None, ...], addresses: list[Any]) -> list[Any]:
+        for place in places:
+            key = place, addresses[place]
+            found = made.get(key)
+            if found is None:
+                if len(made) >= _ENCODED:
+                    made.clear()
+                found = made[key] = encode[place](boxes[place].around(tensors[place]))  # type: ignore[arg-type]
+            addresses[place : place + 1] = found
+        return addresses
+
+    return encoded
 
 
 def _describe(tensors: tuple[torch.Tensor | None, ...]) -> tuple[int | None, list[Any], list[Any]]:
@@ -272,11 +325,11 @@ def _check(kernel: Any, args: tuple[Any, ...], constexprs: dict[str, object]) ->
 def _cuda_flat(compiled: Any, sizes: tuple[int, ...], rest: tuple[Any, ...]) -> Call:
     """Triton 3.6: a C function for each signature; the kernel's arguments, constexprs too, follow one another."""
     launcher, function, metadata, (x, y, z) = compiled.run, compiled.function, compiled.packed_metadata, sizes
-    start, cooperative, dependent = launcher.launch, launcher.launch_cooperative_grid, launcher.launch_pdl
+    start, cooperative, dependent = _in_c(launcher), launcher.launch_cooperative_grid, launcher.launch_pdl
 
-    def call(stream: int, scratch: int | None, addresses: list[Any]) -> None:
+    def call(stream: int, addresses: list[Any]) -> None:
         start(
-            x, y, z, stream, function, cooperative, dependent, scratch, None, metadata, None, None, None,
+            x, y, z, stream, function, cooperative, dependent, None, None, metadata, None, None, None,
             *addresses, *rest,
         )  # fmt: skip
 
@@ -286,23 +339,42 @@ def _cuda_flat(compiled: Any, sizes: tuple[int, ...], rest: tuple[Any, ...]) -> 
 def _cuda_packed(compiled: Any, sizes: tuple[int, ...], rest: tuple[Any, ...]) -> Call:
     """Triton 3.7 to 3.9: one C function for all; the kernel's arguments, constexprs too, in one tuple at the end."""
     launcher, function, metadata, (x, y, z) = compiled.run, compiled.function, compiled.packed_metadata, sizes
-    start, cooperative, dependent = launcher.launch, launcher.launch_cooperative_grid, launcher.launch_pdl
+    start, cooperative, dependent = _in_c(launcher), launcher.launch_cooperative_grid, launcher.launch_pdl
     annotations, signature = launcher.arg_annotations, launcher.kernel_signature
 
-    def call(stream: int, scratch: int | None, addresses: list[Any]) -> None:
+    def call(stream: int, addresses: list[Any]) -> None:
         start(
-            x, y, z, stream, function, cooperative, dependent, metadata, None, None, None, scratch, None,
+            x, y, z, stream, function, cooperative, dependent, metadata, None, None, None, None, None,
             annotations, signature, (*addresses, *rest),
         )  # fmt: skip
 
     return call
 
 
+def _in_c(launcher: Any) -> Any:
+    """The C function of a CUDA launcher, without the Python in front of it that encodes descriptors."""
+    wrapped = inspect.getclosurevars(launcher.launch).nonlocals if inspect.isfunction(launcher.launch) else {}
+    return wrapped.get("launcher", launcher.launch)
+
+
+def _encoders(compiled: Any) -> tuple[Encode, ...] | None:
+    """Of each of its descriptors, by the function that Triton itself calls; None where that is not known here."""
+    metas = getattr(compiled.metadata, "tensordesc_meta", None) or ()
+    encode = getattr(sys.modules[type(compiled.run).__module__], "make_tensordesc_arg", None)
+    if encode is None or _in_c(compiled.run) is compiled.run.launch:
+        return None
+    names = list(inspect.signature(encode).parameters)
+    if names not in (["arg", "metadata"], ["arg", "metadata", "_"]):
+        return None
+    rest = (None,) * (len(names) - 2)
+    return tuple(functools.partial(lambda meta, box: encode(box, meta, *rest), meta) for meta in metas)
+
+
 def _hip(compiled: Any, sizes: tuple[int, ...], rest: tuple[Any, ...]) -> Call:
     """Any of them on an AMD GPU: through the Python in front of the C function, which is alike in all."""
     launcher, function, metadata, (x, y, z) = compiled.run, compiled.function, compiled.packed_metadata, sizes
 
-    def call(stream: int, scratch: int | None, addresses: list[Any]) -> None:
+    def call(stream: int, addresses: list[Any]) -> None:
         launcher(x, y, z, stream, function, metadata, None, None, None, *addresses, *rest)
 
     return call
@@ -350,18 +422,16 @@ def _form(launcher: type) -> Form | None:
     return _FORMS[found]
 
 
-def _binary_of(kernel: Any, compiled: Any, runtime: int) -> _Binary:
-    """`compiled`, whose first `runtime` parameters are not constexprs, ready to be called."""
+def _binary_of(kernel: Any, compiled: Any, runtime: int, boxes: int) -> _Binary:
+    """`compiled`, whose first `runtime` parameters are not constexprs, `boxes` of them descriptors, ready to be called."""
     launcher = compiled.run
     form = _form(launcher.__class__)
-    global_scratch = getattr(launcher, "global_scratch_size", 0)
-    if form is None or (
-        # What only Triton's own launch provides: an instrumented kernel's memory and arguments.
-        launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False) or (form is _hip and global_scratch)
-    ):
-        return _Binary(kernel, compiled, 0, None, 0)
-    scratch = global_scratch * getattr(launcher, "num_ctas", 1)
-    return _Binary(kernel, compiled, scratch, form, len(kernel.arg_names) - runtime)
+    # What only Triton's own launch provides: memory for what a kernel makes itself, or for an instrumented one.
+    theirs = ("global_scratch_size", "profile_scratch_size", "gsan_enabled")
+    encoders = _encoders(compiled) if boxes and form is not None else ()
+    if any(getattr(launcher, name, 0) for name in theirs) or encoders is None or len(encoders) != boxes:
+        form = None
+    return _Binary(kernel, compiled, form, len(kernel.arg_names) - runtime, encoders or ())
 
 
 # --- with no device --------------------------------------------------------------------------------------------------
@@ -397,7 +467,7 @@ class Resources:
         `ptxas -v` counts (on AMD GPUs the bytes of the registers that are spilled)
     shared: bytes of a block of threads
     unwritten: uniform registers that are read before any instruction, in the order of the code, writes them: ptxas erred
-        (12.8 does, see `options.widths`), and the kernel's results are wrong
+        (12.8 does, see `triton/options.widths`), and the kernel's results are wrong
     """
 
     registers: int
