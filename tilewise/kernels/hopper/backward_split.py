@@ -332,10 +332,12 @@ def keys_producer(q_desc, do_desc, k_desc, v_desc, rings, call, O: gl.constexpr)
 
 
 @gluon.jit
-def row_statistics(do, o, lse, dlse, dlse_b, dlse_h, dlse_r, v_eighth, b, h, first, call, O: gl.constexpr):
-    """(lse in bits, delta) of the rows [first, first + PIECE), by thread as a row of scores; +inf and 0 behind the last one.
+def row_statistics(
+    do, o, lse, dlse, statistics, dlse_b, dlse_h, dlse_r, v_eighth, padded, b, h, first, call, O: gl.constexpr
+):  # fmt: skip
+    """(lse in bits, delta) of the rows [first, first + PIECE), as rows of scores lie in threads; stored for dkdv_kernel, too.
 
-    From lse = +inf comes P = 0: that is what a row without keys has too.
+    +inf and 0 behind the last row. From lse = +inf comes P = 0: that is what a row without keys has too.
     """
     ACROSS: gl.constexpr = O.V_WIDTH // 8  # lanes of a row: 16 rows are a warp's, as they are of scores
     layout: gl.constexpr = gl.BlockedLayout([ACROSS // 2, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
@@ -353,7 +355,10 @@ def row_statistics(do, o, lse, dlse, dlse_b, dlse_h, dlse_r, v_eighth, b, h, fir
         along = b.to(gl.int64) * dlse_b + h.to(gl.int64) * dlse_h + i.to(gl.int64) * dlse_r
         delta -= gl.load(dlse + along, mask=inside, other=0.0)
     logs = gl.load(lse + bh * call.q_len + i, mask=inside, other=-INF)
-    return gl.where(logs == -INF, INF, logs * LOG2E), delta
+    logs = gl.where(logs == -INF, INF, logs * LOG2E)
+    gl.store(statistics + bh * 2 * padded + i, logs)
+    gl.store(statistics + (bh * 2 + 1) * padded + i, delta)
+    return logs, delta
 
 
 @gluon.jit
@@ -392,11 +397,9 @@ def queries(
     hi = gl.minimum(hi, tile_hi)
     lo = gl.minimum(gl.maximum(lo, tile_lo), hi)
     do = rings.do.wait(C)
-    L, D = row_statistics(matrix(do), o, lse, dlse, dlse_b, dlse_h, dlse_r, v_eighth, b, h, first, call, O)
-    i = first + gl.arange(0, PIECE, L.type.layout)
-    at = statistics + (b * call.heads + h).to(gl.int64) * 2 * padded + i
-    gl.store(at, L)
-    gl.store(at + padded, D)
+    L, D = row_statistics(
+        matrix(do), o, lse, dlse, statistics, dlse_b, dlse_h, dlse_r, v_eighth, padded, b, h, first, call, O
+    )  # fmt: skip
     q_buffer = rings.q.wait(C)
     dq = gl.zeros([PIECE, WIDTH], gl.float32, q_layout)
     n = 0

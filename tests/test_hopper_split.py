@@ -1,0 +1,245 @@
+"""The Hopper backward without atomics, without a GPU: what its kernels take, and whether its partitions wait for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+from collections import Counter, defaultdict
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from test_hopper import KINDS, listing_of, problem_of
+
+from tilewise import Band, causal
+from tilewise.kernels.hopper import config, config_split
+
+pytest.importorskip("triton")
+F16, BF16 = torch.float16, torch.bfloat16
+CONFIGS = [(wide, which) for wide in config_split.TABLE for which in ("dq", "dkdv")]
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("wide", "which"), CONFIGS)
+def test_rows_fit_the_shared_memory_and_the_registers(wide: int, which: str) -> None:
+    row = config_split.TABLE[wide]
+    cfg: config_split.Config = getattr(row, which)
+    bytes_of = getattr(config_split, f"{which}_bytes")
+    assert row.evidence
+    assert cfg.rows % config.PIECE == cfg.keys % config.PIECE == 0
+    if which == "dq":
+        assert cfg.rows == 2 * config.PIECE
+    assert row.dq.rows % row.dkdv.rows == 0  # dq_kernel writes the statistics that dkdv_kernel reads
+    consumer, producer = cfg.registers
+    assert 128 * (2 * consumer + producer) <= 65536
+    for v_wide in config.WIDTHS:
+        if v_wide <= wide:
+            for sizes in ((wide, v_wide), (v_wide, wide)):
+                assert bytes_of(cfg, *sizes) + 1024 <= config.SHARED
+
+
+def test_a_configuration_depends_on_no_batch_and_no_heads() -> None:
+    some = problem_of(256, band=causal, q_len=300)
+    assert config_split.choose(some) == config_split.choose(replace(some, batch=777, heads=12, kv_heads=3))
+
+
+# ---- the kernels, compiled -------------------------------------------------------------------------------------------
+
+SOME = [
+    (256, 256, BF16, "full"), (256, 256, BF16, "long"), (256, 256, F16, "window"), (256, 256, BF16, "dressed"),
+    (192, 128, BF16, "causal"), (128, 128, BF16, "causal"), (64, 64, BF16, "window"),
+]  # fmt: skip
+UNLIKE = [(256, 128), (128, 256), (128, 64), (64, 128), (256, 64), (64, 256)]
+EVERY = [(d, d, dtype, kind) for d in config.WIDTHS for dtype in (BF16, F16) for kind in ("full", "long", "window", "dressed")]
+EVERY += [(d, v_dim, BF16, kind) for d, v_dim in UNLIKE for kind in ("full", "window")]
+# Bytes by kernel and tile width: with a softcap, whose derivative takes as many registers as the scores, and without.
+SPILLS = {("dq_kernel", 256): (0, 160), ("dkdv_kernel", 128): (64, 0)}
+EACH = {"dq_kernel": 2, "dkdv_kernel": 1}  # how many warpgroups have exponentials
+
+
+@cache
+def recorded(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> list[Any]:
+    """The two launches."""
+    from tilewise.kernels.hopper import host_split
+    from tilewise.kernels.launch import recording
+
+    problem = problem_of(d, v_dim, dtype=dtype, **KINDS[kind])
+    k_shape = problem.k_shape
+    shapes = problem.o_shape, (*problem.o_shape[:3], d), k_shape, (*k_shape[:3], v_dim)
+    do, q, k, v = (torch.empty(shape, dtype=dtype) for shape in shapes)
+    lse = torch.empty(problem.lse_shape)
+    start = host_split.launches_of(problem, (0, 0, 0, 0), lse.stride(), *(x.stride() for x in (do, q, k, v)))
+    dq, dk, dv, statistics = (torch.empty(shape, dtype=dtype) for shape, _, dtype in start.memory)
+    with recording() as launches:
+        start.dq(dq, q, do, k, v, torch.empty_like(do), lse, lse, statistics)
+        start.dkdv(dk, dv, k, v, q, do, statistics)
+    return launches
+
+
+def compiled(launch: Any) -> tuple[Any, str]:
+    """A kernel for sm90, and what ptxas said."""
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.runtime.jit import create_function_from_signature
+
+    kernel, target = launch.kernel, GPUTarget("cuda", 90, 32)
+    keywords = {**launch.constexprs, "num_warps": launch.warps, "enable_fp_fusion": True}
+    gluon = make_backend(target)
+    bound, specialization, options = create_function_from_signature(kernel.signature, kernel.params, gluon)(
+        *launch.args, **keywords
+    )
+    options, signature, constants, attributes = kernel._pack_args(gluon, keywords, bound, specialization, options)
+    source = GluonASTSource(kernel, signature, constants, attributes)
+    said = io.StringIO()
+    with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(said):
+        knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
+        binary = triton.compile(source, target=target, options=options.__dict__)
+    return binary, said.getvalue()
+
+
+def check(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
+    """Compile both kernels; AssertionError where one is not what it was made to be."""
+    from tilewise.kernels.launch import resources
+
+    configs = config_split.choose(problem_of(d, v_dim, dtype=dtype, **KINDS[kind]))
+    for launch, cfg in zip(recorded(d, v_dim, dtype, kind), configs, strict=True):
+        name = launch.kernel.__name__
+        binary, said = compiled(launch)
+        taken = resources(binary)
+        assert taken.spilled <= SPILLS.get((name, config.width(max(d, v_dim))), (0, 0))[kind == "dressed"], name
+        assert not taken.unwritten, "ptxas left out an instruction"
+        bytes_of_tiles = getattr(config_split, f"{name[:-7]}_bytes")(cfg, config.width(d), config.width(v_dim))
+        assert bytes_of_tiles < taken.shared <= min(bytes_of_tiles + 2048, config.SHARED)
+        listing = listing_of(binary)
+        assert "registers" in said
+        assert "wgmma" not in said, said  # ptxas reports when it makes them wait for each other
+        assert "warning" not in said, said
+        for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
+            assert instruction in listing, instruction
+        scores = (cfg.rows if name == "dkdv_kernel" else config.PIECE) * cfg.keys
+        exponentials = EACH[name] * scores // 128 * (2 if kind == "dressed" else 1)  # tanh has one too
+        assert listing.count("MUFU.EX2") == exponentials
+
+
+@pytest.mark.parametrize(("d", "v_dim", "dtype", "kind"), SOME, ids=str)
+def test_a_kernel_compiles_within_its_limits(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
+    check(d, v_dim, dtype, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("d", "v_dim", "dtype", "kind"), EVERY, ids=str)
+def test_every_kernel_compiles_within_its_limits(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
+    check(d, v_dim, dtype, kind)
+
+
+# ---- the protocol, played --------------------------------------------------------------------------------------------
+
+
+def drawn(seed: int) -> tuple[random.Random, Any]:
+    """A small problem."""
+    r = random.Random(seed)
+    lengths = (1, 33, 64, 65, 128, 129, 192, 200, 300)
+    q_len, k_len = r.choice(lengths), r.choice(lengths)
+    k_len = q_len if r.random() < 0.4 else k_len
+    bound = max(q_len, k_len) + 5
+    band = r.choice((
+        Band(), causal, causal, Band(None, r.randint(-9, bound)), Band(r.randint(0, bound), None),
+        Band(None, 0, "top_left"), Band(r.randint(0, bound), r.randint(-5, 9)), Band(-5, 3),
+        Band(r.randint(0, 40), r.randint(0, 40)),
+    ))  # fmt: skip
+    group, batch = r.choice((1, 2, 3)), r.choice((1, 2))
+    return r, problem_of(band=band, q_len=q_len, k_len=k_len, heads=2 * group, kv_heads=2, batch=batch)
+
+
+def numbers_of(problem: Any, length: int, side: int, heads: int, together: int) -> dict[str, int]:
+    """What `forward.Call` holds."""
+    tiles = -(-length // side)
+    left, right = problem.band.bounds
+    return {
+        "q_len": problem.q_len, "k_len": problem.k_len, "diagonal": problem.band.offset(problem.q_len, problem.k_len),
+        "left": left, "right": right, "scale": 1, "softcap": 0, "heads": problem.heads, "group": problem.group,
+        "tiles": tiles, "together": together, "total": tiles * problem.batch * heads,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_roles_hand_on_every_block_and_never_wait_for_ever(seed: int) -> None:
+    from hopper_split_machine import Block
+
+    from tilewise.kernels.hopper import host_split
+
+    r, problem = drawn(seed)
+    group, padded = problem.group, -(-problem.q_len // 128) * 128
+    cfg = config_split.Config(r.choice((64, 128)), r.choice((64, 128)), r.choice((1, 2, 3)), r.choice((1, 2, 3)))
+    options = host_split.Options.of(problem, cfg)
+    numbers = numbers_of(problem, problem.k_len, cfg.keys, problem.kv_heads, r.choice((1, 2, 3)))
+    tiles, seen = Counter[Any](), problem.band.dense(problem.q_len, problem.k_len)
+    for program in range(numbers["total"]):
+        block = Block(numbers, options, program, 100 * seed + program)
+        block.run_dkdv(padded)
+        stores = dict(block.stores)
+        assert set(stores) == {"dk", "dv"}
+        (b, kv, j0) = stores["dk"]
+        assert stores["dv"] == stores["dk"]
+        tiles[b, kv, j0] += 1
+        taken: dict[str, dict[Any, bool]] = {"probabilities": {}, "gradients": {}}
+        for who, made_of, masked in block.log:
+            ((_, _, h, i0, _),) = (x for x in made_of if x[0] == "do")
+            assert h // group == kv
+            lse = (b * problem.heads + h) * 2 * padded + i0
+            of_dv = {("k", b, kv, j0, 0), ("q", b, h, i0, 0), ("do", b, h, i0, 0), ("statistics", lse)}
+            of_dk = of_dv | {("v", b, kv, j0, 0), ("statistics", lse + padded)}
+            assert made_of == (of_dv if who == "probabilities" else of_dk)
+            assert (h, i0) not in taken[who]
+            taken[who][h, i0] = masked
+        assert taken["probabilities"] == taken["gradients"]
+        for h in range(kv * group, (kv + 1) * group):
+            for i0 in range(0, problem.q_len, cfg.rows):
+                part = seen[i0 : i0 + cfg.rows, j0 : j0 + cfg.keys]
+                masked = taken["gradients"].get((h, i0))
+                assert masked is not None or not part.any()
+                assert masked is not False or part.all()
+    firsts = range(0, problem.k_len, cfg.keys)
+    assert tiles == Counter((b, h, j0) for b in range(problem.batch) for h in range(2) for j0 in firsts)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_queries_take_every_block_and_never_wait_for_ever(seed: int) -> None:
+    from hopper_split_machine import Block
+
+    from tilewise.kernels.hopper import host_split
+
+    r, problem = drawn(seed)
+    cfg = config_split.Config(128, r.choice((64, 128)), r.choice((1, 2, 3)), r.choice((1, 2, 3)))
+    options = host_split.Options.of(problem, cfg)
+    numbers = numbers_of(problem, problem.q_len, cfg.rows, problem.heads, r.choice((1, 2, 3)))
+    stored, seen = [], problem.band.dense(problem.q_len, problem.k_len)
+    for program in range(numbers["total"]):
+        block = Block(numbers, options, program, 100 * seed + program)
+        block.run_dq()
+        stored += [at for _, at in block.stores]
+        taken: dict[Any, dict[int, bool]] = defaultdict(dict)
+        for _, made_of, masked in block.log:
+            ((_, b, h, first, _),) = (x for x in made_of if x[0] == "q")
+            ((_, _, kv, j0, _),) = (x for x in made_of if x[0] == "k")
+            of_q = {("q", b, h, first, 0), ("do", b, h, first, 0), ("lse", b, h, first), ("delta", b, h, first)}
+            assert kv == h // problem.group
+            assert made_of == of_q | {("k", b, kv, j0, 0), ("v", b, kv, j0, 0)}
+            assert j0 not in taken[first]
+            taken[first][j0] = masked
+        for _, (_, _, first) in block.stores:
+            for j0 in range(0, problem.k_len, cfg.keys):
+                part = seen[first : first + config.PIECE, j0 : j0 + cfg.keys]
+                masked = taken[first].get(j0)
+                assert masked is not None or not part.any()
+                assert masked is not False or (part.all() and j0 + cfg.keys <= problem.k_len)
+    firsts = [row + piece for row in range(0, problem.q_len, cfg.rows) for piece in (0, config.PIECE)]
+    assert sorted(stored) == [(b, h, i) for b in range(problem.batch) for h in range(problem.heads) for i in firsts]
