@@ -1,7 +1,7 @@
-"""A block of `hopper.backward_split`'s kernels played on the CPU: see `hopper_machine`, whose scheduler and barriers these are.
+"""A block of `hopper.backward_split`'s kernels played on the CPU, by the scheduler of `hopper_machine`.
 
-A tile is the cell of shared memory that it lies in, a value is the set of tiles that it was made from. What a matmul reads
-must still be there when it is waited for.
+A tile is the cell of shared memory that it lies in, a value is the set of tiles that it was made from. What a matmul
+reads must still be there when it is waited for.
 """
 
 from __future__ import annotations
@@ -57,38 +57,46 @@ class Value:
 
 
 class Block:
-    """One program of dq_kernel or dkdv_kernel and its log: (consumer, what it was made from, masked), and the stores."""
+    """One program of a kernel. Its log: (consumer, what a product was made from, masked); and its stores."""
 
     def __init__(self, numbers: dict[str, int], options: Any, program: int, seed: int) -> None:
-        self.O, self.program = options, program
+        self.options, self.program = options, program
         self.scheduler = Scheduler(seed)
         self.call = SimpleNamespace(**numbers)
         self.log: list[tuple[str, frozenset[Any], bool]] = []
         self.stores: list[tuple[str, tuple[int, ...]]] = []
 
     def run_dkdv(self, padded: int) -> None:
-        O = self.O
-        sizes = {"k": (1, 1), "v": (1, 1), "q": (O.STAGES, 2), "do": (O.V_STAGES, 2), "statistics": (2 * O.STAGES, 1)}
+        options = self.options
+        sizes = {
+            "k": (1, 1),
+            "v": (1, 1),
+            "q": (options.STAGES, 2),
+            "do": (options.V_STAGES, 2),
+            "statistics": (2 * options.STAGES, 1),
+        }
         rings = self._rings(sizes | {"p": (2, 1)})
         names = ("k", "v", "q", "do", "statistics")
         self._run(
-            rings, producer=lambda: self.rewired(kernels.queries_producer)(*names, padded, rings, self.call, O),
-            probabilities=lambda: self.rewired(kernels.probabilities)("dv", rings, self.call, O),
-            gradients=lambda: self.rewired(kernels.gradients)("dk", rings, self.call, O),
+            rings, producer=lambda: self.rewired(kernels.queries_producer)(*names, padded, rings, self.call, options),
+            probabilities=lambda: self.rewired(kernels.probabilities)("dv", rings, self.call, options),
+            gradients=lambda: self.rewired(kernels.gradients)("dk", rings, self.call, options),
         )  # fmt: skip
 
     def run_dq(self) -> None:
-        O = self.O
-        rings = self._rings({"q": (2, 1), "do": (2, 1), "k": (O.STAGES, 2), "v": (O.V_STAGES, 2)}, held=("q", "do"))
+        options = self.options
+        rings = self._rings(
+            {"q": (2, 1), "do": (2, 1), "k": (options.STAGES, 2), "v": (options.V_STAGES, 2)}, held=("q", "do")
+        )
         consume = self.rewired(kernels.queries)
 
         def consumer(c: int) -> Callable[[], None]:
-            return lambda: consume("dq", *[None] * 9, rings, self.call, c, O)
+            return lambda: consume("dq", *[None] * 9, rings, self.call, c, options)
 
         names = ("q", "do", "k", "v")
         produce = self.rewired(kernels.keys_producer)
         self._run(
-            rings, producer=lambda: produce(*names, rings, self.call, O),
+            rings, producer=lambda: produce(*names, rings, self.call, options),
             **{f"consumer {c}": consumer(c) for c in (0, 1)},
         )  # fmt: skip
 
@@ -126,7 +134,7 @@ class Block:
             "matrix": lambda cell: cell, "product": self.product, "add_product": self.add_product,
             "warpgroup_mma_wait": self.finish, "cap": lambda S, *_: (S, 1.0), "factor": lambda *_: 1.0,
             "mask": self.mask, "mask_turned": self.mask, "row_statistics": self.row_statistics,
-            "store_by_tma": self.store, "wait_for_stores": lambda: None, "meet": lambda: None,
+            "store_by_tma": self.store, "wait_for_stores": lambda: None,
         }  # fmt: skip
         if plain.__module__ == kernels.__name__ and plain.__name__ not in OWN:
             names |= {name: self.rewired(getattr(kernels, name)) for name in OWN}
@@ -159,6 +167,7 @@ class Block:
         return Value((), ((b, b.content),)), x
 
     def finish(self, _: int, values: list[Value]) -> Any:
+        self.scheduler.until()
         for value in values:
             assert all(cell.content == content for cell, content in value.reads), "what a matmul reads was replaced"
             value.reads = ()

@@ -1,13 +1,15 @@
-"""The Hopper backward without atomics, without a GPU: what its kernels take, and whether its partitions wait for ever."""
+"""The Hopper backward without atomics, without a GPU: what its kernels take, whether its partitions wait for ever."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import random
+import re
 from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -55,7 +57,12 @@ SOME = [
     (192, 128, BF16, "causal"), (128, 128, BF16, "causal"), (64, 64, BF16, "window"),
 ]  # fmt: skip
 UNLIKE = [(256, 128), (128, 256), (128, 64), (64, 128), (256, 64), (64, 256)]
-EVERY = [(d, d, dtype, kind) for d in config.WIDTHS for dtype in (BF16, F16) for kind in ("full", "long", "window", "dressed")]
+EVERY = [
+    (d, d, dtype, kind)
+    for d in config.WIDTHS
+    for dtype in (BF16, F16)
+    for kind in ("full", "long", "window", "dressed")
+]
 EVERY += [(d, v_dim, BF16, kind) for d, v_dim in UNLIKE for kind in ("full", "window")]
 # Bytes by kernel and tile width: with a softcap, whose derivative takes as many registers as the scores, and without.
 SPILLS = {("dq_kernel", 256): (0, 160), ("dkdv_kernel", 128): (64, 0)}
@@ -124,6 +131,11 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
         assert "warning" not in said, said
         for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
             assert instruction in listing, instruction
+        # Triton lets a partition's warps meet before one thread arrives for all of them.
+        events = re.findall(r"BAR\.SYNC|HGMMA|DEPBAR|LDS|STS|SYNCS\.ARRIVE\.TRANS64\.A1T0", listing)
+        before = [a for a, b in pairwise(events) if "ARRIVE" in b]
+        assert before
+        assert set(before) == {"BAR.SYNC"}
         scores = (cfg.rows if name == "dkdv_kernel" else config.PIECE) * cfg.keys
         exponentials = EACH[name] * scores // 128 * (2 if kind == "dressed" else 1)  # tanh has one too
         assert listing.count("MUFU.EX2") == exponentials

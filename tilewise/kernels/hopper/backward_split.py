@@ -25,14 +25,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ... import mask as arithmetic
-from .forward import (
-    INF, LN2, LOG2E, PIECE, Call, key_range, mask, mask_free_range, matrix, numbers, tanh, tile_of,
-)  # fmt: skip
+from .forward import INF, LN2, LOG2E, PIECE, Call, key_range, mask, mask_free_range, matrix, numbers, tanh, tile_of
 from .pipeline import Ring, aggregate, ring_of, store_by_tma, wait_for_stores
 
 query_range = gluon.jit(arithmetic.query_range)
 mask_free_queries = gluon.jit(arithmetic.mask_free_queries)
-meet = getattr(gl, "barrier", None) or gl.thread_barrier  # of a partition's threads; the second name is Triton 3.6's
 
 
 @aggregate
@@ -212,9 +209,8 @@ def probabilities(dv_desc, rings, call, O: gl.constexpr):
             S, slope = cap(S, call, O)
             if O.MASKED and ((block < free_lo) | (block >= free_hi)):
                 S = mask_turned(S, first, block * O.ROWS, call, O)
-            P = gl.exp2(S * factor(call, O) - lse[None, :])  # lse is +inf of a row without keys, and behind the last one: P = 0
+            P = gl.exp2(S * factor(call, O) - lse[None, :])
             rings.p.acquire(n).store((P * slope).to(dtype))
-            meet()
             rings.p.commit(n)
             do = rings.do.wait(n)
             dv, P = add_product(P, matrix(do), dv)
@@ -249,7 +245,6 @@ def gradients(dk_desc, rings, call, O: gl.constexpr):
             rings.statistics.release(2 * n + 1)
             dP = dP - delta[None, :]
             P = rings.p.wait(n).load(s_layout)
-            meet()
             rings.p.release(n)
             dS = P.to(gl.float32) * dP
             q = rings.q.wait(n)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...problem import Problem
+from ..triton.options import PAD
 from .config import width
 
 BLOCKS_OF_P = 2
@@ -52,6 +53,13 @@ def choose(problem: Problem) -> tuple[Config, Config]:
         return row.dq, row.dkdv
     # Its derivative takes as many registers as the scores: with 128 keys a thread spills 1 to 1.5 KB (d 128).
     return replace(row.dq, keys=64), replace(row.dkdv, keys=64)
+
+
+def why_not(problem: Problem) -> str | None:
+    """None, or why these kernels do not take a problem that the forward takes."""
+    if 2 * problem.batch * problem.heads * (problem.q_len + PAD) >= 2**31:  # an int32 says where a row's statistics are
+        return "it takes at most 2^30 rows of queries in all"
+    return None
 
 
 def dq_bytes(config: Config, wide: int, v_wide: int) -> int:
