@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,6 +151,32 @@ def test_a_kernel_compiles_within_its_limits(d: int, v_dim: int, dtype: torch.dt
 @pytest.mark.parametrize(("d", "v_dim", "dtype", "kind"), EVERY, ids=str)
 def test_every_kernel_compiles_within_its_limits(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
     check(d, v_dim, dtype, kind)
+
+
+# ---- the mask --------------------------------------------------------------------------------------------------------
+
+
+class _Tensor(torch.Tensor):
+    type = SimpleNamespace(layout=None)
+
+
+@pytest.mark.parametrize("band", [causal, Band(None, -3), Band(5, None), Band(9, 2), Band(-5, 3)], ids=str)
+def test_keys_by_queries_are_masked_as_the_band_says(band: Band) -> None:
+    from tilewise.kernels.hopper import backward_split, host_split
+
+    def numbers(dim: int, x: torch.Tensor) -> torch.Tensor:
+        return torch.arange(x.shape[dim]).view([-1 if n == dim else 1 for n in range(4)])
+
+    problem = problem_of(band=band, q_len=300, k_len=400)
+    call = SimpleNamespace(**numbers_of(problem, 400, 128, 2, 1))
+    gl = SimpleNamespace(where=torch.where, convert_layout=lambda x, *_, **__: x)
+    plain = backward_split.mask_turned.fn
+    mask = FunctionType(plain.__code__, {**plain.__globals__, "gl": gl, "numbers": numbers, "INF": torch.inf})
+    for j0, i0 in ((0, 0), (128, 64), (256, 128), (128, 192)):
+        options = host_split.Options.of(problem, config_split.Config(64, 128, 1, 1))
+        got = mask(torch.zeros(128, 64).as_subclass(_Tensor), j0, i0, call, options)
+        seen = band.dense(300, 400)[i0 : i0 + 64, j0 : j0 + 128].T
+        assert torch.equal(got == 0, seen)
 
 
 # ---- the protocol, played --------------------------------------------------------------------------------------------
