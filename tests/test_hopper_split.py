@@ -54,8 +54,8 @@ def test_a_configuration_depends_on_no_batch_and_no_heads() -> None:
 # ---- the kernels, compiled -------------------------------------------------------------------------------------------
 
 SOME = [
-    (256, 256, BF16, "full"), (256, 256, BF16, "long"), (256, 256, F16, "window"), (256, 256, BF16, "dressed"),
-    (192, 128, BF16, "causal"), (128, 128, BF16, "causal"), (64, 64, BF16, "window"),
+    (256, 256, BF16, "full"), (256, 256, F16, "window"), (256, 256, BF16, "dressed"), (192, 128, BF16, "causal"),
+    (128, 128, BF16, "window"), (64, 64, BF16, "causal"),
 ]  # fmt: skip
 UNLIKE = [(256, 128), (128, 256), (128, 64), (64, 128), (256, 64), (64, 256)]
 EVERY = [
@@ -66,7 +66,7 @@ EVERY = [
 ]
 EVERY += [(d, v_dim, BF16, kind) for d, v_dim in UNLIKE for kind in ("full", "window")]
 # Bytes by kernel and tile width: with a softcap, whose derivative takes as many registers as the scores, and without.
-SPILLS = {("dq_kernel", 256): (0, 160), ("dkdv_kernel", 128): (64, 0)}
+SPILLS = {("dq_kernel", 256): (0, 160), ("dkdv_kernel", 128): (96, 0)}
 EACH = {"dq_kernel": 2, "dkdv_kernel": 1}  # how many warpgroups have exponentials
 
 
