@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...problem import Problem
 
@@ -100,7 +100,7 @@ def shared_bytes(config: Config, wide: int, v_wide: int) -> int:
     return 2 * (q + o + config.stages * config.keys * (wide + v_wide))
 
 
-# ---- backward --------------------------------------------------------------------------------------------------------
+# ---- backward, dQ by TMA ---------------------------------------------------------------------------------------------
 
 BACKWARD_KEYS = 128  # of a tile: a piece for each of two consumers
 
@@ -135,3 +135,72 @@ def backward_shared_bytes(config: Backward, wide: int) -> int:
     ds = 2 * 2 * BACKWARD_KEYS * config.rows
     dq = 4 * config.rows * wide
     return k_v + queries + ds + dq
+
+
+# ---- backward, split in two kernels ----------------------------------------------------------------------------------
+
+BLOCKS_OF_P = 2  # in shared memory, from one consumer of dkdv_kernel to the other
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A tile of `rows` queries and one of `keys`: the one stays, in blocks of the other's size its opposite passes by.
+
+    stages, v_stages: blocks in shared memory of what passes by: of K and V, or of Q and dO.
+    """
+
+    rows: int
+    keys: int
+    stages: int
+    v_stages: int
+    registers: tuple[int, int] = (240, 24)  # of a consumer's and the producer's thread
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Of both kernels."""
+
+    dq: Kernel  # its two consumers have 64 rows each
+    dkdv: Kernel
+    evidence: str
+
+
+# TFLOP/s of the whole backward, as above; 256 columns in the study, with a kernel of its own for the statistics.
+SPLIT: dict[int, Split] = {
+    64: Split(Kernel(128, 128, 2, 2), Kernel(64, 128, 3, 3), "not measured yet"),
+    128: Split(
+        Kernel(128, 128, 2, 2), Kernel(64, 128, 2, 2),
+        "not measured yet; other forms of the two kernels had 493 full, 462 causal at 4k, 502 and 515 at 16k",
+    ),
+    256: Split(
+        Kernel(128, 64, 2, 1), Kernel(64, 64, 2, 2),
+        "461 (305) full, 338 (254) causal at 1k; 512 (382) and 500 (376) at 16k; with vector atomics 418 to 462",
+    ),
+}  # fmt: skip
+
+
+def is_split(problem: Problem) -> bool:
+    """Whether its backward is in two kernels: no other is deterministic, or has registers for wide heads' dK and dV."""
+    return problem.deterministic or max(problem.qk_dim, problem.v_dim) > max(BACKWARD)
+
+
+def choose_split(problem: Problem) -> tuple[Kernel, Kernel]:
+    """Of dq_kernel and dkdv_kernel."""
+    row = SPLIT[width(max(problem.qk_dim, problem.v_dim))]
+    if problem.softcap == 0:
+        return row.dq, row.dkdv
+    # Its derivative takes as many registers as the scores: with 128 keys a thread spills 1 to 1.5 KB (d 128).
+    return replace(row.dq, keys=64), replace(row.dkdv, keys=64)
+
+
+def dq_bytes(kernel: Kernel, wide: int, v_wide: int) -> int:
+    """Bytes of shared memory that a block of dq_kernel takes, without its barriers (less than 1 KiB)."""
+    return 2 * (kernel.rows * (wide + v_wide) + kernel.keys * (kernel.stages * wide + kernel.v_stages * v_wide))
+
+
+def dkdv_bytes(kernel: Kernel, wide: int, v_wide: int) -> int:
+    """Bytes of shared memory that a block of dkdv_kernel takes, without its barriers (less than 1 KiB)."""
+    passing = kernel.rows * (kernel.stages * wide + kernel.v_stages * v_wide)
+    P = BLOCKS_OF_P * kernel.keys * kernel.rows
+    statistics = 2 * 4 * kernel.stages * kernel.rows
+    return 2 * (kernel.keys * (wide + v_wide) + passing + P) + statistics
