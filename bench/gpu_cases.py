@@ -237,16 +237,36 @@ def hopper(setting: Setting) -> list[Cell]:
     setting = replace(setting, backend="hopper") if setting.backend == "triton" else setting
     there = importlib.util.find_spec("fa3_fwd_interface") is not None
     forward = (*((Peer(FA3, ">= 0.96"),) if there else ()), Peer(CUDNN, ">= 0.96"))
-    return [
+    cells = [
         dense(setting, f"hopper {direction}", direction, "bf16", d, mask, seq, *peers)
         for direction, peers, dims in (
             ("forward", forward, (64, 128, 256)),
             ("backward", (Peer(CUDNN, ">= 0.92"),), (64, 128)),
+            ("backward", (Peer(CUDNN, ">= 1.25"),), (256,)),
         )
         for d in dims
         for mask in ("full", "causal")
         for seq in setting.lengths
     ]
+    return cells + [in_one_order(setting, d, mask) for d in (64, 128) for mask in ("full", "causal")]
+
+
+def in_one_order(setting: Setting, d: int, mask: str) -> Cell:
+    """The deterministic backward beside our own other one."""
+    heads, seq, direction = setting.heads(d), setting.tokens, "backward"
+    band = causal if mask == "causal" else None
+
+    def build() -> Built:
+        inputs = draw(setting, 1, heads, seq, d, dtype="bf16")
+        one, other = (
+            prepare(ours(setting, mask=band, deterministic=deterministic), inputs, direction)
+            for deterministic in (True, False)
+        )
+        return Built(one, {"ours, in any order": other})
+
+    row = Row("hopper deterministic", direction, "bf16", d, mask, seq)
+    flops = OPERATIONS[direction] * heads * d * pairs(mask, seq)
+    return Cell(row, (Peer("ours, in any order", ">= 0.85"),), flops, build)
 
 
 def fp32(setting: Setting) -> list[Cell]:

@@ -22,9 +22,10 @@ from tilewise.kernels.tensors import FAR
 CALL = (
     "q_len", "k_len", "diagonal", "left", "right", "scale", "softcap", "heads", "group", "tiles", "together", "total",
 )  # fmt: skip
+PLACE = ("row", "s", "b", "h", "q_start", "q_span", "k_start", "v_start", "call")
 PLAYED = {  # functions that the partitions call, as the Python that they are
-    "step", "load_tile", "rows_of_v", "which_block", "extent", "sequence_of", "clamped", "clipped", "live", "way",
-    "visit",
+    "first_step", "step", "block_at", "tell", "walk_of", "sequence_in", "load_tile", "rows_of_v", "place_of", "extent",
+    "sequence_of", "clamped", "clipped", "live", "way", "visit",
 }  # fmt: skip
 
 
@@ -124,7 +125,7 @@ class Pointer:
 
 
 APART = 1 << 20  # rows of V between sequences, in a descriptor that clips at their ends
-NO_LISTS = (None,) * 5 + (0,) * 7
+NO_LISTS = (None,) * 5 + (0,) * 8
 
 
 class Block:
@@ -145,7 +146,7 @@ class Block:
         self.turns: dict[int, list[str]] = {c: [] for c in range(self.consumers)}
         rings = {"tiles": (2, self.consumers), "q": (options.QUERIES * self.consumers, 1)}
         rings |= {"k": (options.STAGES, self.consumers), "v": (options.STAGES, self.consumers)}
-        rings |= {"counts": (2, self.consumers), "blocks": (4, self.consumers)}
+        rings["blocks"] = (4, self.consumers)
         self.rings = SimpleNamespace(**{name: self.ring(name, *sizes) for name, sizes in rings.items()})
         numbers = dict.fromkeys(CALL, 0) | numbers
         self.call = self.call_of(*(numbers[name] for name in CALL))
@@ -166,15 +167,13 @@ class Block:
 
     def _consumer(self, c: int) -> Callable[[], None]:
         consume = self.rewired(forward.consumer)
-        return lambda: consume(
-            "o", Buffers([["o"]] * 3), Anything(), None, self.lengths, "bits", self.rings, self.call, c, self.O
-        )
+        return lambda: consume("o", Buffers([["o"]] * 3), Anything(), None, "bits", self.rings, self.call, c, self.O)
 
     def call_of(self, *numbers: int) -> Any:
         """A forward.Call with its own methods."""
         call = SimpleNamespace(**dict(zip(CALL, numbers, strict=True)))
-        for method in ("of_sequence", "keys", "blocks", "free_keys", "free_blocks"):
-            setattr(call, method, self.rewired(getattr(forward.Call, method)).__get__(call))
+        for method in ("with_lengths", "keys", "blocks", "walk"):
+            setattr(call, method, self.rewired(getattr(walk.Call, method)).__get__(call))
         return call
 
     def ring(self, name: str, stages: int, readers: int) -> Any:
@@ -194,16 +193,20 @@ class Block:
         plain = function.fn
         names = {**plain.__globals__, **{n: getattr(mask, n) for n in ("key_range", "mask_free_range", "tile_of")}}
         names |= {
-            "gl": _Language(self.program, self.programs), "mbarrier": self, "tma_load": self.tma_load, "PIECE": 64,
-            "TILE": 128, "FAR": FAR,
-            "put_pair": self.put_pair, "take_pair": self.take_pair, "begin_claim": self.begin_claim,
+            "gl": _Language(self.program, self.programs), "mbarrier": self, "tma_load": self.tma_load,
+            "PIECE": 64, "TILE": 128, "WALK": walk.WALK.value, "FAR": FAR, "INF": torch.inf,
+            "put": self.put, "number": lambda buffer, at: buffer[0][at], "begin_claim": self.begin_claim,
             "end_claim": self.end_claim, "take_turn": self.take_turn, "pass_turn": self.pass_turn,
-            "matrix": lambda buffer: buffer[0], "scores": self.scores, "warpgroup_mma": self.multiply, "INF": torch.inf,
+            "matrix": lambda buffer: _Tile(buffer[0]), "scores": lambda q, k, _: _Tile((q, k)),
+            "warpgroup_mma": self.multiply,
             "cap": lambda S, *_: S, "mask": self.mask, "rescale": lambda o, _: o,
-            "stay_before": lambda _: None, "uniform": lambda x: x, "wait_for_stores": lambda: None,
+            "stay_before": lambda _: None, "computed": lambda x: x, "uniform": lambda x: x,
+            "wait_for_stores": lambda: None,
             "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else deps,
-            "softmax": lambda S, *_: (_Scores(S), "m", Anything(), "alpha"), "half_block": self.half_block,
+            "softmax": lambda S, *_: (_Scores(S), "m", Anything(), "alpha"),
             "finalize": lambda *_: (Anything(), Anything()), "store_by_tma": self.store, "Call": self.call_of,
+            "of_rows_in_use": self.of_rows_in_use,
+            "Place": lambda *fields: SimpleNamespace(**dict(zip(PLACE, fields, strict=True))),
             "bits_mask": self.bits_mask, "below": lambda list, n, tile: sum(x < tile for x in list.data[list.at :][:n]),
         }  # fmt: skip
         for name in PLAYED & set(plain.__code__.co_names):
@@ -232,15 +235,10 @@ class Block:
         row += end - FAR
         return (0, head, row, zero) if self.O.PACKED else (row // APART, head, row % APART, zero)
 
-    def put_pair(self, ring: Any, n: int, a: int, b: int) -> None:
-        assert b >= 0
-        ring.acquire(n)[0] = (a, b)
-        ring.commit(n)
-
-    def take_pair(self, ring: Any, n: int) -> tuple[int, int]:
-        a, b = ring.wait(n)[0]
-        ring.release(n)
-        return _Int(a), _Int(b)
+    def put(self, buffer: list[Any], at: int, numbers: tuple[int, ...]) -> None:
+        assert at + len(numbers) <= 32, "a message's places"
+        before = {} if at == 0 else buffer[0]
+        buffer[0] = before | dict(enumerate((_Int(number) for number in numbers), at))
 
     def begin_claim(self, counter: list[int]) -> int:
         counter[0] += 1
@@ -262,16 +260,15 @@ class Block:
             "a second arrival at a named barrier counts for the threads that wait there"
         )
 
-    def scores(self, q: Any, k: Any) -> tuple[Any, ...]:
-        return q, k
-
     def multiply(self, P: Any, v: Any, o: Any, **_: Any) -> str:
         q, k = P.S
         who = int(threading.current_thread().name)
         assert q[0] == "q", q
         assert k[0] == "k", k
         assert v == ("v", *k[1:]), (k, v)
-        self.log.append(("block", who, q[1:4], k[1:4], P.S in self.masked, self.bits.get(P.S, -1)))
+        self.log.append(
+            ("block", who, q[1:4], k[1:4], P.S in self.masked, self.bits.get(P.S, -1), k.rows or self.O.KEYS)
+        )
         return "o"
 
     def mask(self, S: Any, first: int, j0: int, *_: Any) -> Any:
@@ -285,20 +282,31 @@ class Block:
         self.bits[S] = tile
         return S
 
-    def half_block(
-        self, m: Any, sums: Any, q: Any, n: int, first: int, j0: int, rings: Any, *_: Any
-    ) -> tuple[Any, ...]:
-        k = rings.k.wait(n)[0]
-        rings.k.release(n)
-        assert k[3] == j0 or self.O.PACKED
-        v = rings.v.wait(n)[0]
-        self.masked.add((q, k))
-        self.multiply(_Scores((q, k)), v, "o")
-        rings.v.release(n)
-        return "o", m, sums
+    def of_rows_in_use(self, o: Any, L: Any, end: int) -> tuple[Any, Any]:
+        self.log.append(("in use", int(threading.current_thread().name), end))
+        return o, L
 
     def store(self, tile: Any, buffer: Any, descriptor: str, at: list[int]) -> None:
         self.log.append(("store", int(threading.current_thread().name), tuple(at)))
+
+
+class _Tile(tuple):
+    """(descriptor, where it begins) of a tile in shared memory, or of its first rows; or the (Q, K) of scores."""
+
+    rows: int | None = None
+
+    @property
+    def type(self) -> Anything:
+        return Anything()
+
+    def slice(self, start: int, rows: Any, dim: int) -> _Tile:
+        assert start == dim == 0
+        part = _Tile(self)
+        part.rows = rows
+        return part
+
+    def load(self, _: Any) -> _Tile:
+        return self
 
 
 class _Int(int):
@@ -352,6 +360,7 @@ class _Language(Anything):
         self.where = lambda condition, a, b: a if condition else b
         self.num_programs = lambda _: programs
         self.minimum, self.maximum, self.static_range = min, max, range
+        self.where = lambda condition, yes, no: yes if condition else no
         self.convert_layout = lambda x, *_, **__: x
 
     def load(self, pointer: Pointer, mask: bool = True, other: int | None = None) -> int | None:

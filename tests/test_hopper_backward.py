@@ -15,31 +15,35 @@ import pytest
 import torch
 from test_hopper import BF16, F16, FULL, KINDS, listing_of, meta, problem_of
 
+import tilewise
 from tilewise import Band, Problem, causal, sliding_window
 from tilewise.kernels.hopper import backend, config
+from tilewise.problem import Aux
 
 # ---- what it takes ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("band", [FULL, causal, sliding_window(9), Band(-3, 7, "top_left")], ids=str)
-@pytest.mark.parametrize(("d", "v_dim"), [(8, 8), (64, 64), (128, 128), (128, 64), (40, 96)])
-def test_what_it_takes(d: int, v_dim: int, band: Band) -> None:
-    problem = problem_of(d, v_dim, band, F16, 100, 300, heads=4, kv_heads=2, softcap=5.0, sink=meta(4), batch=40000)
-    assert backend.backward_without(problem) is None
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("d", "v_dim"), [(8, 8), (64, 64), (128, 128), (128, 64), (40, 96), (256, 256), (64, 136)])
+def test_what_it_takes(d: int, v_dim: int, deterministic: bool, band: Band) -> None:
+    problem = problem_of(
+        d, v_dim, band, F16, 100, 300, heads=4, kv_heads=2, softcap=5.0, sink=meta(4), batch=40000,
+        deterministic=deterministic,
+    )  # fmt: skip
+    assert backend.backward_elsewhere(problem) is None
+    assert config.is_split(problem) == (deterministic or max(d, v_dim) > 128)
+    config.choose_split(problem)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"deterministic": True}, "dQ is added up in no fixed order"),
-        ({"d": 136}, "its backward takes head sizes up to 128"),
-        ({"d": 64, "v_dim": 256}, "its backward takes head sizes up to 128"),
-        ({"batch": 0}, "there is nothing to add up"),
-    ],
-    ids=str,
-)
-def test_what_the_triton_backend_does_for_it(options: dict[str, Any], reason: str) -> None:
-    assert backend.backward_without(problem_of(**options)) == reason
+def test_explain_says_whose_the_backward_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    empty = problem_of(batch=0)
+    assert backend.backward_elsewhere(empty) == ("triton", "there is nothing to add up")
+    assert "hopper: chosen; its backward is triton's: there is nothing to add up\n" in tilewise.explain(empty)
+    monkeypatch.setattr(backend.triton_backend, "backward", lambda *_: "triton's")
+    nothing = torch.empty(0)
+    assert backend.backward(empty, nothing, None, *[nothing] * 5, Aux()) == "triton's"
 
 
 def test_rows_fit_the_shared_memory_and_the_registers() -> None:
@@ -66,7 +70,7 @@ EVERY = [(d, d, dtype, kind) for d in config.BACKWARD for dtype in (BF16, F16) f
 SPILLS = {(64, False): 320, (64, True): 2048, (128, False): 16, (128, True): 1024}
 
 
-def recorded(problem: Problem) -> list[Any]:
+def recorded(problem: Problem, dlse: bool = False) -> list[Any]:
     """The launches of a backward."""
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -74,12 +78,12 @@ def recorded(problem: Problem) -> list[Any]:
     from tilewise.kernels.hopper import backward_host
     from tilewise.kernels.launch import recording
     from tilewise.kernels.tensors import q_shape, v_shape
-    from tilewise.problem import Aux
 
     shapes = problem.o_shape, q_shape(problem), problem.k_shape, v_shape(problem), problem.o_shape
     do, q, k, v, o = (torch.empty(shape, dtype=problem.dtype) for shape in shapes)
+    lse = torch.zeros(problem.lse_shape)
     with recording() as launches:
-        backward_host.backward(problem, do, None, q, k, v, o, torch.zeros(problem.lse_shape), Aux())
+        backward_host.backward(problem, do, lse if dlse else None, q, k, v, o, lse, Aux())
     return launches
 
 

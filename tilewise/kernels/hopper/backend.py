@@ -1,4 +1,4 @@
-"""The backend "hopper": forward and backward in Gluon on sm90. What its backward does not take is the Triton backend's."""
+"""The backend "hopper": forward and backward in Gluon on sm90."""
 
 from __future__ import annotations
 
@@ -50,24 +50,20 @@ def backward(
     problem: Problem, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, aux: Aux
 ) -> Grads:
     """The gradients of everything that was given."""
-    if backward_without(problem):
+    if backward_elsewhere(problem):
         return triton_backend.backward(problem, do, dlse, q, k, v, o, lse, aux)
     return _backward_host().backward(problem, do, dlse, q, k, v, o, lse, aux)
 
 
 @lru_cache(maxsize=512)
-def backward_without(problem: Problem) -> str | None:
-    """None, or why the backward of a problem that this backend takes is not its own."""
-    if problem.deterministic:
-        return "dQ is added up in no fixed order"
-    if max(problem.qk_dim, problem.v_dim) > max(config.BACKWARD):
-        return f"its backward takes head sizes up to {max(config.BACKWARD)}"
+def backward_elsewhere(problem: Problem) -> tuple[str, str] | None:
+    """None, or whose the backward of a problem that this backend takes is, and why."""
     if problem.q_layout is Layout.PACKED or problem.q_lens or problem.k_lens:
-        return "its backward takes sequences of one length"
+        return "triton", "it takes sequences of one length"
     if problem.mask == "blocks":
-        return "its backward takes no block mask yet"
-    if 0 in (*problem.o_shape, *problem.k_shape):
-        return "there is nothing to add up"
+        return "triton", "it takes no block mask yet"
+    if 0 in (*problem.o_shape, *problem.k_shape):  # TMA knows no empty tensors
+        return "triton", "there is nothing to add up"
     return None
 
 

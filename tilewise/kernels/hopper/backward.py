@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ... import mask as arithmetic
-from .forward import INF, LN2, PIECE, Call, matrix, numbers, tanh, tile_of
+from .forward import INF, LN2, matrix, numbers, tanh
 from .pipeline import (
     Ring,
     aggregate,
@@ -35,6 +35,7 @@ from .pipeline import (
     tma_load,
     wait_for_stores,
 )  # fmt: skip
+from .walk import PIECE, Call, tile_of
 
 KEYS = gl.constexpr(128)  # of a program: a piece for each consumer
 

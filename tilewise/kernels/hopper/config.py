@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...problem import Layout, Problem
 
@@ -19,6 +19,7 @@ class Config:
 
     queries: how many tiles of Q are: 1, whose place O takes before the next one, or 2, and O has a place of its own.
     half: a first block of which at most half is seen is taken as half a block.
+    q_in_registers: a consumer's piece of Q goes there once, and its place is free for the next tile's.
     """
 
     rows: int
@@ -26,10 +27,15 @@ class Config:
     stages: int
     queries: int
     half: bool = False
+    q_in_registers: bool = False
 
     @property
     def consumers(self) -> int:
         return self.rows // PIECE
+
+    def o_in_q(self, wide: int, v_wide: int) -> bool:
+        """O is stored through Q's place."""
+        return self.queries == 1 and wide == v_wide and not self.q_in_registers
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -53,9 +59,10 @@ class Row:
         return self.banded if kind == "banded" or self.long is None else self.long
 
 
-# TFLOP/s on an H200, bf16, 16k tokens, Triton 3.6, 2026-11-30 (python -m bench.gpu --only hopper). In a study that these
-# kernels come from blocks of 64 keys with 128 columns reached 550, and without P V in flight during the softmax 619 of
-# 672 were left; it chose the tiles.
+# TFLOP/s on an H200, bf16, 16k tokens, Triton 3.6, 2026-11-30, five interleaved rounds; on another host than the run of
+# bench/results/h200.csv (python -m bench.gpu --only "hopper forward"), which is up to 10 % slower on long rows. In a study
+# that these kernels come from blocks of 64 keys with 128 columns reached 550, and without P V in flight during the softmax
+# 619 of 672 were left; it chose the tiles.
 TABLE: dict[int, Row] = {
     64: Row(
         Config(192, 128, 2, 2), Config(128, 128, 2, 2, half=True),
@@ -91,11 +98,11 @@ def choose(problem: Problem) -> Config:
 def shared_bytes(config: Config, wide: int, v_wide: int) -> int:
     """Bytes of shared memory that a block takes, without its barriers (less than 1 KiB)."""
     q = config.rows * wide * config.queries
-    o = 0 if config.queries == 1 and wide == v_wide else config.rows * v_wide
+    o = 0 if config.o_in_q(wide, v_wide) else config.rows * v_wide
     return 2 * (q + o + config.stages * config.keys * (wide + v_wide))
 
 
-# ---- backward --------------------------------------------------------------------------------------------------------
+# ---- backward, dQ by TMA ---------------------------------------------------------------------------------------------
 
 BACKWARD_KEYS = 128  # of a tile: a piece for each of two consumers
 
@@ -110,8 +117,9 @@ class Backward:
     registers: tuple[int, int] = (240, 24)  # of a consumer's and the producer's thread
 
 
-# By columns of the tiles, of Q, K, V and dO alike. TFLOP/s as above, of the main kernel alone and, in brackets, of the whole
-# backward of the best of FlashAttention-4 and cuDNN. rows * columns is 8192: a consumer's share of dQ is then (64, 64).
+# By columns of the tiles, of Q, K, V and dO alike. TFLOP/s of the study's main kernel alone and, in brackets, of the whole
+# backward of the best of FlashAttention-4 and cuDNN; these kernels, of the same form, have not been timed yet. rows * columns
+# is 8192: a consumer's share of dQ is then (64, 64).
 BACKWARD: dict[int, Backward] = {
     64: Backward(
         128, 2, "489 (498) full, 477 (459) causal at 4k; 515 (526) and 497 (522) at 16k; blocks of 64 queries are behind",
@@ -129,3 +137,72 @@ def backward_shared_bytes(config: Backward, wide: int) -> int:
     ds = 2 * 2 * BACKWARD_KEYS * config.rows
     dq = 4 * config.rows * wide
     return k_v + queries + ds + dq
+
+
+# ---- backward, split in two kernels ----------------------------------------------------------------------------------
+
+BLOCKS_OF_P = 2  # in shared memory, from one consumer of dkdv_kernel to the other
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A tile of `rows` queries and one of `keys`: the one stays, in blocks of the other's size its opposite passes by.
+
+    stages, v_stages: blocks in shared memory of what passes by: of K and V, or of Q and dO.
+    """
+
+    rows: int
+    keys: int
+    stages: int
+    v_stages: int
+    registers: tuple[int, int] = (240, 24)  # of a consumer's and the producer's thread
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Of both kernels."""
+
+    dq: Kernel  # its two consumers have 64 rows each
+    dkdv: Kernel
+    evidence: str
+
+
+# TFLOP/s of the whole backward, as above; 256 columns in the study, with a kernel of its own for the statistics.
+SPLIT: dict[int, Split] = {
+    64: Split(Kernel(128, 128, 2, 2), Kernel(64, 128, 3, 3), "not measured yet"),
+    128: Split(
+        Kernel(128, 128, 2, 2), Kernel(64, 128, 2, 2),
+        "not measured yet; other forms of the two kernels had 493 full, 462 causal at 4k, 502 and 515 at 16k",
+    ),
+    256: Split(
+        Kernel(128, 64, 2, 1), Kernel(64, 64, 2, 2),
+        "461 (305) full, 338 (254) causal at 1k; 512 (382) and 500 (376) at 16k; with vector atomics 418 to 462",
+    ),
+}  # fmt: skip
+
+
+def is_split(problem: Problem) -> bool:
+    """Whether its backward is in two kernels: no other is deterministic, or has registers for wide heads' dK and dV."""
+    return problem.deterministic or max(problem.qk_dim, problem.v_dim) > max(BACKWARD)
+
+
+def choose_split(problem: Problem) -> tuple[Kernel, Kernel]:
+    """Of dq_kernel and dkdv_kernel."""
+    row = SPLIT[width(max(problem.qk_dim, problem.v_dim))]
+    if problem.softcap == 0:
+        return row.dq, row.dkdv
+    # Its derivative takes as many registers as the scores: with 128 keys a thread spills 1 to 1.5 KB (d 128).
+    return replace(row.dq, keys=64), replace(row.dkdv, keys=64)
+
+
+def dq_bytes(kernel: Kernel, wide: int, v_wide: int) -> int:
+    """Bytes of shared memory that a block of dq_kernel takes, without its barriers (less than 1 KiB)."""
+    return 2 * (kernel.rows * (wide + v_wide) + kernel.keys * (kernel.stages * wide + kernel.v_stages * v_wide))
+
+
+def dkdv_bytes(kernel: Kernel, wide: int, v_wide: int) -> int:
+    """Bytes of shared memory that a block of dkdv_kernel takes, without its barriers (less than 1 KiB)."""
+    passing = kernel.rows * (kernel.stages * wide + kernel.v_stages * v_wide)
+    P = BLOCKS_OF_P * kernel.keys * kernel.rows
+    statistics = 2 * 4 * kernel.stages * kernel.rows
+    return 2 * (kernel.keys * (wide + v_wide) + passing + P) + statistics

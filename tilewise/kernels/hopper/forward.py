@@ -17,148 +17,97 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ... import mask as arithmetic
 from .pipeline import (
     Ring,
     aggregate,
     begin_claim,
+    computed,
     end_claim,
+    number,
     pass_turn,
-    put_pair,
+    put,
     ring_of,
     stay_before,
     store_by_tma,
-    take_pair,
     take_turn,
-    uniform,
     wait_for_stores,
 )  # fmt: skip
-from .walk import TILE, clipped, extent, sequence_of, visit, way
+from .walk import PIECE, TILE, WALK, Call, clipped, place_of, visit, way
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 INF = gl.constexpr(float("inf"))
-PIECE = gl.constexpr(64)  # rows of a consumer: wgmma's
 GROWTH = gl.constexpr(8.0)  # bits that a row's maximum may grow by before l and O are rescaled
-
-key_range = gluon.jit(arithmetic.key_range)
-mask_free_range = gluon.jit(arithmetic.mask_free_range)
-tile_of = gluon.jit(arithmetic.tile_of)
-
-
-@aggregate
-class Call:
-    """The run-time numbers of a call."""
-
-    q_len: gl.tensor
-    k_len: gl.tensor
-    diagonal: gl.tensor  # j - i on the diagonal of the Band
-    left: gl.tensor
-    right: gl.tensor
-    scale: gl.tensor  # log2(e) times the call's, as softcap
-    softcap: gl.tensor
-    heads: gl.tensor
-    group: gl.tensor  # query heads that share one of keys
-    tiles: gl.tensor  # of a head
-    together: gl.tensor
-    total: gl.tensor  # tiles of all heads
-
-    @gluon.constexpr_function
-    def __init__(
-        self, q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total,
-    ):  # fmt: skip
-        self.q_len = q_len
-        self.k_len = k_len
-        self.diagonal = diagonal
-        self.left = left
-        self.right = right
-        self.scale = scale
-        self.softcap = softcap
-        self.heads = heads
-        self.group = group
-        self.tiles = tiles
-        self.together = together
-        self.total = total
-
-    @gluon.jit
-    def of_sequence(self, b, lengths, O: gl.constexpr):
-        """(The call as sequence b has it, with its own lengths; its first query and its queries in memory, its first key)."""
-        if O.VARIED:
-            cu_q, cu_k, q_lens, k_lens, batch, _ = lengths
-            q_start, q_span, q_len = extent(b, batch, self.q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
-            k_start, _, k_len = extent(b, batch, self.k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
-            q_len = uniform(q_len)
-            k_len = uniform(k_len)
-            diagonal = self.diagonal
-            if not O.TOP_LEFT:
-                diagonal += k_len - q_len
-            own = Call(
-                q_len, k_len, diagonal, self.left, self.right, self.scale, self.softcap, self.heads, self.group,
-                self.tiles, self.together, self.total,
-            )  # fmt: skip
-            return own, uniform(q_start), uniform(q_span), k_start
-        else:
-            return self, b * 0, self.q_len, b * 0
-
-    @gluon.jit
-    def keys(self, first, ROWS: gl.constexpr, O: gl.constexpr):
-        """Keys [lo, hi) that some of the rows [first, first + ROWS) see."""
-        lo = 0
-        hi = self.k_len
-        if O.BANDED:
-            last = gl.minimum(first + ROWS, self.q_len)
-            # `uniform`: else the compiler computes what follows from the bounds alone once, and spills it (d 256, 40 bytes).
-            lo, hi = key_range(first, last, uniform(self.left), uniform(self.right), self.diagonal, self.k_len)
-        elif O.Q_LENS or O.PACKED:
-            hi = gl.where(first < self.q_len, hi, 0)
-        return lo, hi
-
-    @gluon.jit
-    def blocks(self, first, ROWS: gl.constexpr, O: gl.constexpr):
-        """The same in blocks; where there is none, one all the same."""
-        lo, hi = self.keys(first, ROWS, O)
-        return lo // O.KEYS, gl.maximum((hi + O.KEYS - 1) // O.KEYS, lo // O.KEYS + 1)
-
-    @gluon.jit
-    def free_keys(self, first, O: gl.constexpr):
-        """Keys [lo, hi) that each of a piece's rows sees."""
-        lo = 0
-        hi = self.k_len
-        if O.BANDED:
-            last = gl.minimum(first + PIECE, self.q_len)
-            lo, hi = mask_free_range(first, last, self.left, self.right, self.diagonal, self.k_len)
-        return lo, hi
-
-    @gluon.jit
-    def free_blocks(self, first, O: gl.constexpr):
-        """Blocks [lo, hi) that each of a piece's rows sees all of."""
-        lo, hi = self.free_keys(first, O)
-        return (lo + O.KEYS - 1) // O.KEYS, hi // O.KEYS
 
 
 @aggregate
 class Rings:
     """What the producer hands the consumers. Of q, item t * consumers + c is consumer c's piece of tile t.
 
-    With a BlockMask, whose lists the producer alone reads: counts, of tile t how many blocks it has; blocks, of block n
-    where it begins and which bits it has (`walk.visit`).
+    tiles: `tell` says what of each. blocks: with a BlockMask, whose lists the producer alone reads, the first key of
+    block n and its bit tile's place in the pool, or -1.
     """
 
     tiles: Ring
     q: Ring
     k: Ring
     v: Ring
-    counts: Ring
     blocks: Ring
 
     @gluon.constexpr_function
-    def __init__(self, tiles, q, k, v, counts, blocks):
+    def __init__(self, tiles, q, k, v, blocks):
         self.tiles = tiles
         self.q = q
         self.k = k
         self.v = v
-        self.counts = counts
         self.blocks = blocks
+
+
+# ---- a tile's message ------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def tell(rings, t, place, lo, hi, O: gl.constexpr):
+    """Tile t's message: (row, b, h), and what its consumers would else reckon: the producer has the time, while they are at
+    the tile before.
+
+    That is each one's walk (`Call.walk`) of the tile's blocks [lo, hi), and the lengths of the tile's sequence in use; of a
+    packed one its first query and its queries in memory, too.
+    """
+    CONSUMERS: gl.constexpr = O.ROWS // PIECE
+    message = rings.tiles.acquire(t)
+    put(message, 0, (place.row, place.b, place.h))
+    if O.TOLD:
+        for c in gl.static_range(CONSUMERS):
+            put(message, 3 + WALK * c, place.call.walk(place.row * O.ROWS + PIECE * c, lo, hi, O))
+    if O.VARIED:
+        put(message, 3 + WALK * CONSUMERS, (place.call.q_len, place.call.k_len))
+    if O.PACKED:
+        put(message, 5 + WALK * CONSUMERS, (place.q_start, place.q_span))
+    rings.tiles.commit(t)
+
+
+@gluon.jit
+def walk_of(message, C: gl.constexpr):
+    """Consumer C's `Call.walk`."""
+    at: gl.constexpr = 3 + WALK * C
+    return (
+        number(message, at), number(message, at + 1), number(message, at + 2), number(message, at + 3),
+        number(message, at + 4), number(message, at + 5), number(message, at + 6),
+    )  # fmt: skip
+
+
+@gluon.jit
+def sequence_in(message, call, O: gl.constexpr):
+    """(The call as the tile's sequence has it, its first query, its queries in memory)."""
+    at: gl.constexpr = 3 + WALK * (O.ROWS // PIECE)
+    if O.PACKED:
+        own = call.with_lengths(number(message, at), number(message, at + 1), O)
+        return own, number(message, at + 2), number(message, at + 3)
+    elif O.VARIED:
+        return call.with_lengths(number(message, at), number(message, at + 1), O), 0, call.q_len
+    else:
+        return call, 0, call.q_len
 
 
 # ---- the producer ----------------------------------------------------------------------------------------------------
@@ -176,97 +125,69 @@ def producer(q_desc, k_desc, v_desc, counter, lengths, lists, rings, call, O: gl
     t = 0
     n = 0  # blocks loaded
     while tile < call.total:
-        row, bh = tile_of(tile, call.tiles, call.together, call.total // call.tiles)
-        if O.PACKED:  # of all tiles that there may be
-            b, row = sequence_of(row, lengths[4], call.q_len, lengths[0], O.ROWS)
-            h = bh
-        else:
-            b = bh // call.heads
-            h = bh % call.heads
-        own, q_start, q_span, k_start = call.of_sequence(b, lengths, O)
+        place = place_of(tile, call, lengths, O)
         claim = tile
-        if not O.PACKED or ((row >= 0) & (row * O.ROWS < q_span)):
-            put_pair(rings.tiles, t, row, b * call.heads + h)
-            n, claim = load_tile(
-                q_desc, k_desc, v_desc, counter, lengths, lists, t, n, claim, row, b, h, q_start, k_start, rings, own, O
-            )
+        if not O.PACKED or ((place.row >= 0) & (place.row * O.ROWS < place.q_span)):
+            n, claim = load_tile(q_desc, k_desc, v_desc, counter, lists, t, n, claim, place, rings, O)
             t += 1
         else:
             claim = begin_claim(counter)
         tile = end_claim(claim, counter, call.total)
-    put_pair(rings.tiles, t, tile * 0 - 1, tile * 0)
+    put(rings.tiles.acquire(t), 0, (-1, 0, 0))
+    rings.tiles.commit(t)
 
 
 @gluon.jit
-def load_tile(
-    q_desc,
-    k_desc,
-    v_desc,
-    counter,
-    lengths,
-    lists,
-    t,
-    n,
-    claim,
-    row,
-    b,
-    h,
-    q_start,
-    k_start,
-    rings,
-    call,
-    O: gl.constexpr,
-):
+def load_tile(q_desc, k_desc, v_desc, counter, lists, t, n, claim, place, rings, O: gl.constexpr):
     """(n, the claim of the next tile), with Q of a tile loaded, and K and V of its blocks from number n on.
 
     Behind a sequence's end Q and K may have whatever is there: those rows of O are not stored, those scores are masked.
     V has zeros there, because 0 * NaN is not 0.
     """
     CONSUMERS: gl.constexpr = O.ROWS // PIECE
-    kv = h // call.group
-    at_b = b
-    if O.PACKED:
-        at_b = b * 0
+    b = place.b
+    kv = place.h // place.call.group
     for c in gl.static_range(CONSUMERS):
-        rings.q.load(t * CONSUMERS + c, q_desc, [at_b, h, q_start + row * O.ROWS + PIECE * c, 0])
+        rings.q.load(t * CONSUMERS + c, q_desc, [b, place.h, place.q_start + (place.row * O.ROWS + PIECE * c), 0])
     if O.BLOCKS:
-        lo, hi = call.keys(row * O.ROWS, O.ROWS, O)
-        blocks = way(lists, b, h, b < lengths[4], row, lo, hi, O)
+        blocks = way(lists, place, O)
         count = gl.maximum(blocks[0], 1)
-        put_pair(rings.counts, t, count, count)
+        tell(rings, t, place, 0, count, O)
         before = count * 0
         for j in range(count):
-            j0, bits = visit(blocks, j, call.k_len, lists[11], O)
-            put_pair(rings.blocks, n, j0, bits)
+            j0, bits = visit(blocks, j, lists, place, O)
+            put(rings.blocks.acquire(n), 0, (j0, bits))
+            rings.blocks.commit(n)
             if j == count - 1:
                 claim = begin_claim(counter)
-            rings.k.load(n, k_desc, [at_b, kv, k_start + j0, 0])
+            rings.k.load(n, k_desc, [b, kv, place.k_start + j0, 0])
             if j > 0:
-                rings.v.load(n - 1, v_desc, rows_of_v(b, kv, k_start, before, lengths[5], call, O))
+                rings.v.load(n - 1, v_desc, rows_of_v(place, kv, before, O))
             before = j0
             n += 1
-        rings.v.load(n - 1, v_desc, rows_of_v(b, kv, k_start, before, lengths[5], call, O))
+        rings.v.load(n - 1, v_desc, rows_of_v(place, kv, before, O))
     else:
-        lo, hi = call.blocks(row * O.ROWS, O.ROWS, O)
+        lo, hi = place.call.blocks(place.row * O.ROWS, O.ROWS, O)
+        tell(rings, t, place, lo, hi, O)
         for j in range(hi - lo):
             block = hi - 1 - j
             if block == lo:
                 claim = begin_claim(counter)
-            rings.k.load(n, k_desc, [at_b, kv, k_start + block * O.KEYS, 0])
+            rings.k.load(n, k_desc, [b, kv, place.k_start + block * O.KEYS, 0])
             if j > 0:
-                rings.v.load(n - 1, v_desc, rows_of_v(b, kv, k_start, (block + 1) * O.KEYS, lengths[5], call, O))
+                rings.v.load(n - 1, v_desc, rows_of_v(place, kv, (block + 1) * O.KEYS, O))
             n += 1
-        rings.v.load(n - 1, v_desc, rows_of_v(b, kv, k_start, lo * O.KEYS, lengths[5], call, O))
+        rings.v.load(n - 1, v_desc, rows_of_v(place, kv, lo * O.KEYS, O))
     return n, claim
 
 
 @gluon.jit
-def rows_of_v(b, kv, k_start, j0, apart, call, O: gl.constexpr):
-    """Where V's descriptor has the block at key j0 of a sequence; they lie `apart` rows apart, or are packed."""
+def rows_of_v(place, kv, j0, O: gl.constexpr):
+    """Where V's descriptor has the block at key j0."""
     if O.PACKED or O.K_LENS:
-        return clipped(b * apart + k_start, call.k_len, kv, j0)
+        return clipped(place.v_start, place.call.k_len, kv, j0)
     else:
-        return [b, kv, j0, 0]
+        return [place.b, kv, j0, 0]
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -281,10 +202,12 @@ def matrix(buffer):
 
 
 @gluon.jit
-def scores(q, k):
+def scores(q, k, O: gl.constexpr):
     """S = Q K^T of a piece and a block of keys in shared memory; asynchronous."""
     KEYS: gl.constexpr = k.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    if O.Q_IN_REGISTERS:
+        q = gl.convert_layout(q, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
     zero = gl.zeros([PIECE, KEYS], gl.float32, layout)
     return warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
 
@@ -437,17 +360,68 @@ def finalize(m, l, sink, h, SINK: gl.constexpr):
 
 
 @gluon.jit
-def step(P, o, m, l, q, n, first, j0, masked, bits, tile, rings, call, C: gl.constexpr, O: gl.constexpr):
-    """S of block n and O += P V of the block before; both are in flight at once, and P V during the softmax of S.
+def block_at(n, block, free_lo, free_hi, rings, O: gl.constexpr):
+    """(first key, whether some row does not see it all, bit tile or -1) of a piece's block n.
 
-    masked: the Band, or the sequence's end, hides some of it. tile: with a BlockMask, of its bits, or -1.
+    block: its number by its keys; with a BlockMask the producer tells which one it is.
     """
+    if O.BLOCKS:
+        told = rings.blocks.wait(n)
+        j0 = number(told, 0)
+        tile = number(told, 1)
+        rings.blocks.release(n)
+        block = j0 // O.KEYS
+    masked = (block < free_lo) | (block >= free_hi)
+    if O.BLOCKS:
+        return j0, masked, tile
+    else:
+        return block * O.KEYS, masked, -1
+
+
+@gluon.jit
+def first_step(q, n, first, block, bits, above, rings, call, KEYS: gl.constexpr, C: gl.constexpr, O: gl.constexpr):
+    """(P, m, l) of a piece's first block n, or of the first KEYS keys of it. above: how many blocks it has skipped.
+
+    block: as `block_at` has it. bits: a BlockMask's pool.
+    """
+    j0, masked, tile = block
+    dtype: gl.constexpr = rings.q.buffers.dtype
+    m_layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.KEYS, 16]))
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.V_WIDTH, 16])
+    l_layout: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [PIECE, 4]
+    )
+    k = matrix(rings.k.wait(n))
+    S = scores(q, k.slice(0, KEYS, dim=0), O)
+    S = warpgroup_mma_wait(0, [S])
+    rings.k.release(n)
+    if above > 0:
+        rings.v.skip(n - 1)  # which comes after K of this block
+    S = cap(S, call, O)
+    if masked:
+        S = mask(S, first, j0, call, O)
+    if O.BLOCKS and tile >= 0:
+        S = bits_mask(S, bits, tile, j0, C)
+    m = gl.full([PIECE], -INF, gl.float32, gl.SliceLayout(1, S.type.layout))
+    P, m, l, _ = softmax(S, m, gl.zeros([PIECE, 4], gl.float32, l_layout), call, True, O)
+    P = P.to(dtype)
+    if KEYS < O.KEYS and (O.CONSUMER_REGISTERS < 240 or O.Q_IN_REGISTERS):
+        P = computed(P)  # Else ptxas issues the next S first, and has no registers for this one beside it.
+    P = gl.convert_layout(P, gl.DotOperandLayout(0, o_layout, 2))
+    return P, gl.convert_layout(m, m_layout, assert_trivial=True), l
+
+
+@gluon.jit
+def step(P, o, m, l, q, n, first, block, bits, rings, call, C: gl.constexpr, O: gl.constexpr):
+    """S of block n and O += P V of the block before, of as many keys as P has; both are in flight at once, and P V
+    during the softmax of S."""
     CONSUMERS: gl.constexpr = O.ROWS // PIECE
+    j0, masked, tile = block
     k = rings.k.wait(n)
     take_turn(C)
-    S = scores(q, matrix(k))
+    S = scores(q, matrix(k), O)
     v = rings.v.wait(n - 1)
-    o = warpgroup_mma(P, matrix(v), o, is_async=True)
+    o = warpgroup_mma(P, matrix(v).slice(0, P.shape[1], dim=0), o, is_async=True)
     pass_turn((C + 1) % CONSUMERS)
     S = warpgroup_mma_wait(1, [S])
     rings.k.release(n)
@@ -466,76 +440,44 @@ def step(P, o, m, l, q, n, first, j0, masked, bits, tile, rings, call, C: gl.con
 
 
 @gluon.jit
-def half_block(m, l, q, n, first, j0, rings, call, O: gl.constexpr):
-    """(O, m, l) of a first block of whose keys only the first half is seen: half the work, nothing overlapped."""
-    HALF: gl.constexpr = O.KEYS // 2
-    k = rings.k.wait(n)
-    S = scores(q, matrix(k).slice(0, HALF, dim=0))
-    S = warpgroup_mma_wait(0, [S])
-    rings.k.release(n)
-    S = mask(cap(S, call, O), first, j0, call, O)
-    m_layout: gl.constexpr = m.type.layout
-    m = gl.convert_layout(m, gl.SliceLayout(1, S.type.layout), assert_trivial=True)
-    P, m, l, _ = softmax(S, m, l, call, True, O)
-    V_WIDTH: gl.constexpr = O.V_WIDTH
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_WIDTH, 16])
-    P = gl.convert_layout(P.to(rings.q.buffers.dtype), gl.DotOperandLayout(0, o_layout, 2))
-    v = rings.v.wait(n)
-    o = gl.zeros([PIECE, V_WIDTH], gl.float32, o_layout)
-    o = warpgroup_mma(P, matrix(v).slice(0, HALF, dim=0), o, use_acc=False, is_async=True)
-    o = warpgroup_mma_wait(0, [o])
-    rings.v.release(n)
-    return o, gl.convert_layout(m, m_layout, assert_trivial=True), l
+def of_rows_in_use(o, L, end):
+    """(O, lse) with 0 and -inf in rows from `end` on, where Q may have been NaN."""
+    used = gl.arange(0, PIECE, L.type.layout) < end
+    L = gl.where(used, L, -INF)
+    used = gl.convert_layout(used, gl.SliceLayout(1, o.type.layout), assert_trivial=True)
+    return gl.where(used[:, None], o, 0.0), L
 
 
 @gluon.jit
-def which_block(n, block, free_lo, free_hi, rings, O: gl.constexpr):
-    """(first key of block n; whether a row does not see it all; with a BlockMask, its bit tile or -1): the block-th in order."""
-    if O.BLOCKS:
-        j0, bits = take_pair(rings.blocks, n)
-        return j0, (j0 < free_lo) | (j0 + O.KEYS > free_hi), bits - 1
-    else:
-        return block * O.KEYS, (block < free_lo) | (block >= free_hi), -1
-
-
-@gluon.jit
-def consumer(o_desc, o_buffers, lse, sink, lengths, bits, rings, call, C: gl.constexpr, O: gl.constexpr):
+def consumer(o_desc, o_buffers, lse, sink, bits, rings, call, C: gl.constexpr, O: gl.constexpr):
     """One warpgroup: rows [64 C, 64 C + 64) of each tile.
 
     Of a tile's blocks the other consumers may see some that this one does not: those it hands back as they come, and
     hands the turn on for each, so that all take as many.
     """
     CONSUMERS: gl.constexpr = O.ROWS // PIECE
-    V_WIDTH: gl.constexpr = O.V_WIDTH
     dtype: gl.constexpr = rings.q.buffers.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.KEYS, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.V_WIDTH, 16])
-    m_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    l_layout: gl.constexpr = gl.DistributedLinearLayout(
-        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [PIECE, 4]
-    )
+    V_WIDTH: gl.constexpr = O.V_WIDTH
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_WIDTH, 16])
     if C == 0:
         pass_turn(0)
     t = 0
     n = 0  # blocks taken
-    row, bh = take_pair(rings.tiles, 0)
+    row = number(rings.tiles.wait(0), 0)
     while row >= 0:
+        message = rings.tiles.buffers.index(t % rings.tiles.STAGES)
         first = row * O.ROWS + PIECE * C
-        own, q_start, q_span, _ = call.of_sequence(bh // call.heads, lengths, O)
-        if O.BLOCKS:  # all consumers see the same ones
-            tile_lo = 0
-            tile_hi, _ = take_pair(rings.counts, t)
-            lo = tile_lo
-            hi = tile_hi
-            free_lo, free_hi = own.free_keys(first, O)
+        b = number(message, 1)
+        h = number(message, 2)
+        own, q_start, q_span = sequence_in(message, call, O)
+        if O.TOLD:
+            above, lo, hi, below, free_lo, free_hi, half = walk_of(message, C)
         else:
-            tile_lo, tile_hi = own.blocks(row * O.ROWS, O.ROWS, O)
-            lo, hi = own.blocks(first, PIECE, O)
-            lo = gl.minimum(gl.maximum(lo, tile_lo), tile_hi - 1)
-            hi = gl.minimum(gl.maximum(hi, lo + 1), tile_hi)
-            free_lo, free_hi = own.free_blocks(first, O)
+            tile_lo, tile_hi = call.blocks(first, PIECE, O)
+            above, lo, hi, below, free_lo, free_hi, half = call.walk(first, tile_lo, tile_hi, O)
+        rings.tiles.release(t)
 
-        above = tile_hi - hi
         for j in range(above):
             rings.k.skip(n)
             if j > 0:
@@ -548,86 +490,61 @@ def consumer(o_desc, o_buffers, lse, sink, lengths, bits, rings, call, C: gl.con
         item = t * CONSUMERS + C
         q_buffer = rings.q.wait(item)
         q = matrix(q_buffer)
-        m = gl.full([PIECE], -INF, gl.float32, m_layout)
-        l = gl.zeros([PIECE, 4], gl.float32, l_layout)
+        if O.Q_IN_REGISTERS:
+            q = q.load(gl.DotOperandLayout(0, s_layout, 2))
+            rings.q.release(item)
         o = gl.zeros([PIECE, V_WIDTH], gl.float32, o_layout)
-        half = False
-        if O.HALF:
-            seen = gl.minimum(gl.minimum(first + PIECE, own.q_len) + own.diagonal + own.right, own.k_len)
-            half = (seen <= (hi - 1) * O.KEYS + O.KEYS // 2) & (hi - lo > 1)
-            if half:
-                if above > 0:
-                    rings.v.skip(n - 1)
-                    above = above * 0
-                o, m, l = half_block(m, l, q, n, first, (hi - 1) * O.KEYS, rings, own, O)
-                n += 1
-                hi -= 1
-                take_turn(C)
-        j0, masked, bits_tile = which_block(n, hi - 1, free_lo, free_hi, rings, O)
-        k = rings.k.wait(n)
-        S = scores(q, matrix(k))
-        if O.HALF and half:
-            pass_turn((C + 1) % CONSUMERS)
-        S = warpgroup_mma_wait(0, [S])
-        rings.k.release(n)
-        if above > 0:
-            rings.v.skip(n - 1)
-        S = cap(S, call, O)
-        if masked:
-            S = mask(S, first, j0, own, O)
-        if O.BLOCKS and bits_tile >= 0:
-            S = bits_mask(S, bits, bits_tile, j0, C)
-        P, m, l, alpha = softmax(S, m, l, call, True, O)
-        P = gl.convert_layout(P.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
-        if O.HALF and half:
-            o = rescale(o, alpha)
-        n += 1
-        for j in range(1, hi - lo):
-            j0, masked, bits_tile = which_block(n, hi - 1 - j, free_lo, free_hi, rings, O)
-            P, o, m, l = step(P, o, m, l, q, n, first, j0, masked, bits, bits_tile, rings, own, C, O)
+        hi -= 1
+        block = block_at(n, hi, free_lo, free_hi, rings, O)
+        if O.HALF and half > 0:
+            P_half, m, l = first_step(q, n, first, block, bits, above, rings, own, O.KEYS // 2, C, O)
+            hi -= 1
             n += 1
-        if not O.O_IN_Q:
+            block = block_at(n, hi, free_lo, free_hi, rings, O)
+            P, o, m, l = step(P_half, o, m, l, q, n, first, block, bits, rings, own, C, O)
+        else:
+            P, m, l = first_step(q, n, first, block, bits, above, rings, own, O.KEYS, C, O)
+        n += 1
+        for j in range(hi - lo):
+            block = block_at(n, hi - 1 - j, free_lo, free_hi, rings, O)
+            P, o, m, l = step(P, o, m, l, q, n, first, block, bits, rings, own, C, O)
+            n += 1
+        if not O.O_IN_Q and not O.Q_IN_REGISTERS:
             rings.q.release(item)
         v = rings.v.wait(n - 1)
         o = warpgroup_mma(P, matrix(v), o, is_async=True)
-        l_row = gl.convert_layout(gl.sum(l, 1), m_layout)
+        l_row = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
         o = warpgroup_mma_wait(0, [o])
         rings.v.release(n - 1)
-        for _ in range(lo - tile_lo):
+        for _ in range(below):
             take_turn(C)
             pass_turn((C + 1) % CONSUMERS)
             rings.k.skip(n)
             rings.v.skip(n)
             n += 1
 
-        b = bh // call.heads
-        h = bh % call.heads
         factor, L = finalize(m, l_row, sink, h, O.SINK)
         factor = gl.convert_layout(factor, gl.SliceLayout(1, o_layout), assert_trivial=True)
-        at = first + gl.arange(0, PIECE, m_layout)
-        rows = lse + bh.to(gl.int64) * call.q_len
-        if O.PACKED:
-            rows = lse + h.to(gl.int64) * call.q_len + q_start
-        o *= factor[:, None]
-        if O.VARIED:
-            L = gl.where(at < own.q_len, L, -INF)
-            used = gl.convert_layout(at < own.q_len, gl.SliceLayout(1, o_layout), assert_trivial=True)
-            o = gl.where(used[:, None], o, 0.0)  # what is behind the end may be NaN
-        gl.store(rows + at, L, mask=at < q_span)
         if O.O_IN_Q:
             buffer = q_buffer
         else:
             buffer = o_buffers.index(C)
             wait_for_stores()
+        o *= factor[:, None]
+        if O.VARIED:
+            o, L = of_rows_in_use(o, L, own.q_len - first)
         if O.PACKED:
             store_by_tma(o.to(dtype), buffer, o_desc, clipped(q_start, q_span, h, first))
         else:
             store_by_tma(o.to(dtype), buffer, o_desc, [b, h, first, 0])
+        at = first + gl.arange(0, PIECE, gl.SliceLayout(1, s_layout))
+        gl.store(lse + (b.to(gl.int64) * call.heads + h) * call.q_len + q_start + at, L, mask=at < q_span)
         if O.O_IN_Q:
             wait_for_stores()
             rings.q.release(item)
         t += 1
-        row, bh = take_pair(rings.tiles, t)
+        row = number(rings.tiles.wait(t), 0)
+    rings.tiles.release(t)
     wait_for_stores()
 
 
@@ -656,8 +573,8 @@ def forward_kernel(
     (b, h) = 0 is among their rows.
     """
     CONSUMERS: gl.constexpr = O.ROWS // PIECE
-    pair: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tile_buffers = gl.allocate_shared_memory(gl.int64, [2, 1], pair)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tile_buffers = gl.allocate_shared_memory(gl.int32, [2, 32], plain)
     q_buffers = gl.allocate_shared_memory(q.dtype, stacked(O.QUERIES * CONSUMERS, q.block_shape), q.layout)
     k_buffers = gl.allocate_shared_memory(k.dtype, stacked(O.STAGES, k.block_shape), k.layout)
     v_buffers = gl.allocate_shared_memory(v.dtype, stacked(O.STAGES, v.block_shape), v.layout)
@@ -665,32 +582,29 @@ def forward_kernel(
     if not O.O_IN_Q:
         o_buffers = gl.allocate_shared_memory(o.dtype, stacked(CONSUMERS, o.block_shape), o.layout)
     tile_ring = ring_of(tile_buffers, CONSUMERS)
-    count_ring = tile_ring
     block_ring = tile_ring
     if O.BLOCKS:
-        count_ring = ring_of(gl.allocate_shared_memory(gl.int64, [2, 1], pair), CONSUMERS)
-        block_ring = ring_of(gl.allocate_shared_memory(gl.int64, [4, 1], pair), CONSUMERS)
+        block_ring = ring_of(gl.allocate_shared_memory(gl.int32, [4, 2], plain), CONSUMERS)
     rings = Rings(
-        tile_ring, ring_of(q_buffers, 1), ring_of(k_buffers, CONSUMERS), ring_of(v_buffers, CONSUMERS),
-        count_ring, block_ring,
+        tile_ring, ring_of(q_buffers, 1), ring_of(k_buffers, CONSUMERS), ring_of(v_buffers, CONSUMERS), block_ring
     )  # fmt: skip
     fence_async_shared()
     call = Call(q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total)
     lengths = (cu_q, cu_k, q_lens, k_lens, batch, v_apart)
     lists = (
-        full_count, full, mixed_count, mixed, mixed_bits, blocks_b, blocks_h, blocks_n, blocks_m, base, i0, j0,
+        full_count, full, mixed_count, mixed, mixed_bits, batch, blocks_b, blocks_h, blocks_n, blocks_m, base, i0, j0,
     )  # fmt: skip
     # Arguments that are compile-time constants stay that only in tuples written in the call.
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consumer, (o, o_buffers, lse, sink, lengths, bits, rings, call, 0, O)),
-            (consumer, (o, o_buffers, lse, sink, lengths, bits, rings, call, 1, O)),
+            (consumer, (o, o_buffers, lse, sink, bits, rings, call, 0, O)),
+            (consumer, (o, o_buffers, lse, sink, bits, rings, call, 1, O)),
             (producer, (q, k, v, counter, lengths, lists, rings, call, O)),
         ], [4, 1], [O.CONSUMER_REGISTERS, O.PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (o, o_buffers, lse, sink, lengths, bits, rings, call, 0, O)),
-            (consumer, (o, o_buffers, lse, sink, lengths, bits, rings, call, 1, O)),
-            (consumer, (o, o_buffers, lse, sink, lengths, bits, rings, call, 2, O)),
+            (consumer, (o, o_buffers, lse, sink, bits, rings, call, 0, O)),
+            (consumer, (o, o_buffers, lse, sink, bits, rings, call, 1, O)),
+            (consumer, (o, o_buffers, lse, sink, bits, rings, call, 2, O)),
             (producer, (q, k, v, counter, lengths, lists, rings, call, O)),
         ], [4, 4, 1], [O.CONSUMER_REGISTERS, O.CONSUMER_REGISTERS, O.PRODUCER_REGISTERS])  # fmt: skip

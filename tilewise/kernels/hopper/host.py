@@ -15,7 +15,7 @@ from ...block_mask import BlockMask
 from ...problem import NOTHING, Aux, Layout, Origin, Problem
 from ..launch import Box, Ready
 from ..tensors import READY, Memory, Strides, dense_rows, empty_strided, memory, q_shape, ragged, v_shape, whole
-from ..triton.host import LOG2E, TOGETHER_BYTES
+from ..triton.host import LOG2E, together
 from . import config
 from .config import PIECE, Config
 from .forward import forward_kernel
@@ -31,6 +31,7 @@ class Options:
     KEYS: int
     STAGES: int
     QUERIES: int
+    Q_IN_REGISTERS: bool
     O_IN_Q: bool  # O is stored through Q's buffer
     BANDED: bool  # some keys may not be seen
     LEFT: bool  # the Band is bounded on this side
@@ -52,6 +53,11 @@ class Options:
         """Sequences have lengths of their own."""
         return self.PACKED or self.Q_LENS or self.K_LENS
 
+    @property
+    def TOLD(self) -> bool:
+        """The producer tells consumers which blocks they take; else these are all, and every key is seen."""
+        return self.BANDED or self.VARIED or self.BLOCKS
+
     @classmethod
     def of(cls, problem: Problem, cfg: Config, diagonal: int | None, origin: Origin = NOTHING.origin) -> Options:
         """diagonal: None where each sequence has its own."""
@@ -65,8 +71,8 @@ class Options:
         consumer_registers, producer_registers = cfg.registers
         return cls(
             WIDTH=wide, V_WIDTH=v_wide, ROWS=cfg.rows, KEYS=cfg.keys, STAGES=cfg.stages, QUERIES=cfg.queries,
-            O_IN_Q=cfg.queries == 1 and wide == v_wide, BANDED=not band.is_full, LEFT=band.left is not None,
-            MASKED=band.left is not None or cut or blocks,
+            Q_IN_REGISTERS=cfg.q_in_registers, O_IN_Q=cfg.o_in_q(wide, v_wide), BANDED=not band.is_full,
+            LEFT=band.left is not None, MASKED=band.left is not None or cut or blocks,
             HALF=cfg.half and band.right is not None and not blocks, SOFTCAP=problem.softcap > 0, SINK=problem.sink,
             PACKED=packed, Q_LENS=problem.q_lens, K_LENS=problem.k_lens, TOP_LEFT=band.align == "top_left",
             BLOCKS=blocks, CUT=blocks and (varied or not band.is_full or origin != NOTHING.origin),
@@ -139,10 +145,11 @@ def launch_of(problem: Problem, origin: Origin, at_once: int, alike: bool, lists
         box_of(shape, strides, side, problem.dtype, at_ends)
         for shape, strides, side, at_ends in zip(shapes, (o[1], *of_rows), sides, clipped, strict=True)
     )
+    alone = replace(problem, batch=1) if packed else problem  # packed heads are those of all sequences
     apart = 0 if packed or problem.batch == 1 else of_rows[2][0] // of_rows[2][2]
     numbers = (
         problem.q_len, problem.k_len, diagonal, left, right, problem.scale * LOG2E, problem.softcap * LOG2E,
-        problem.heads, problem.group, tiles, _together(problem), total, problem.batch, apart,
+        problem.heads, problem.group, tiles, together(alone), total, problem.batch, apart,
         *lists, origin[0] * lists[0] + origin[1] * lists[1], *origin[2:],
     )  # fmt: skip
     grid = (min(total, at_once),)
@@ -162,14 +169,6 @@ def box_of(
     assert found is not None, "there is none of an empty or an expanded tensor"
     elements = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
     return replace(found, layout=gl.NVMMASharedLayout.get_default_for(list(found.block), elements))
-
-
-def _together(problem: Problem) -> int:
-    """How many query heads walk their tiles side by side, so that their keys are in the L2 at once."""
-    if problem.band.is_full:
-        return 1
-    size = max(problem.k_len, 1) * (problem.qk_dim + problem.v_dim) * problem.dtype.itemsize
-    return max(1, min(TOGETHER_BYTES // size, 32)) * problem.group
 
 
 @lru_cache

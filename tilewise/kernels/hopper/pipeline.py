@@ -2,7 +2,7 @@
 
     Ring: acquire, commit | wait, release   items 0, 1, 2, ... go round through STAGES buffers
     begin_claim, end_claim                  the next tile, from a counter that all programs share
-    put_pair | take_pair                    it goes to the consumers through a Ring, too
+    put | number                            it goes to the consumers through a Ring, too, as a few integers
     take_turn, pass_turn                    ping-pong: one consumer's softmax under the others' matmuls
 
 A Ring's item number says all: its buffer is number n % STAGES, and a buffer's barriers have completed n // STAGES times
@@ -118,24 +118,18 @@ def _bytes_of_one(dtype, shape):
 
 
 @gluon.jit
-def put_pair(ring, n, a, b):
-    """The producer tells the consumers two int32 as item n, b >= 0.
-
-    Of tiles, (tile of the queries, head): the n-th tile of this program; (-1, 0): no more.
-    """
+def put(buffer, at: gl.constexpr, numbers):
+    """int32 numbers into places `at`, at + 1, ... of an item of a Ring."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    both = (a.to(gl.int64) << 32) | b.to(gl.int64)
-    ring.acquire(n).store(gl.full([1], 0, gl.int64, layout) + both)
-    ring.commit(n)
+    for i in gl.static_range(len(numbers)):
+        buffer.slice(at + i, 1).store(gl.full([1], 0, gl.int32, layout) + numbers[i])
 
 
 @gluon.jit
-def take_pair(ring, n):
-    """Item n's two numbers."""
+def number(buffer, at: gl.constexpr):
+    """The number in place `at`."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    both = gl.max(ring.wait(n).load(layout), 0)
-    ring.release(n)
-    return uniform((both >> 32).to(gl.int32)), uniform(both.to(gl.int32))
+    return uniform(gl.max(buffer.slice(at, 1).load(layout), 0))
 
 
 @gluon.jit
