@@ -110,6 +110,11 @@ SDPA = {
 }
 
 
+def by_pytorch(name: str, is_causal: bool = False) -> Attend:
+    """One of SDPA."""
+    return sdpa(SDPA[name], is_causal)
+
+
 def flex(device: str, seq: int, visible: Callable[..., Tensor] | None) -> Attend:
     """FlexAttention, compiled for this one shape, with the block mask of `visible` (b, h, i, j) or none.
 
@@ -195,7 +200,7 @@ def dense(
                 return lambda: attend_of(peer, is_causal)
             if peer.name == FLEX:
                 return lambda: flex(setting.device, seq, see_causal if is_causal else None)
-            return lambda: sdpa(SDPA[peer.name], is_causal)
+            return lambda: by_pytorch(peer.name, is_causal)
 
         return Built(
             prepare(ours(setting, mask=causal if is_causal else None), inputs, direction),
@@ -379,7 +384,7 @@ def bias_with_gradient(setting: Setting) -> Cell:
 
         return Built(
             prepare(lambda: attend, inputs, direction),
-            {EFFICIENT: prepare(lambda: sdpa(SDPA[EFFICIENT]), inputs, direction)},
+            {EFFICIENT: prepare(lambda: by_pytorch(EFFICIENT), inputs, direction)},
         )
 
     flops = OPERATIONS[direction] * heads * d * pairs("full", seq)

@@ -17,12 +17,12 @@ from tilewise import Band, causal
 from .gpu_cases import (
     CUDNN,
     OPERATIONS,
-    SDPA,
     Attend,
     Built,
     Cell,
     Peer,
     Setting,
+    by_pytorch,
     cumulative,
     dense,
     documents,
@@ -32,7 +32,6 @@ from .gpu_cases import (
     packed,
     pairs,
     prepare,
-    sdpa,
 )  # fmt: skip
 from .rows import Row
 
@@ -100,7 +99,7 @@ def grid(setting: Setting, direction: str) -> list[Cell]:
     goals = {"forward": (">= 0.96", ">= 0.96"), "backward": (">= 0.92", ">= 1.25")}[direction]  # d 64 and 128, d 256
 
     def attend_of(peer: Peer, is_causal: bool) -> Attend:
-        return sdpa(SDPA[CUDNN], is_causal) if peer.name == CUDNN else flash(peer.name, causal=is_causal)
+        return by_pytorch(CUDNN, is_causal) if peer.name == CUDNN else flash(peer.name, causal=is_causal)
 
     return [
         dense(
@@ -171,14 +170,14 @@ class Form:
 
 def forms(setting: Setting) -> list[Form]:
     seq, heads = setting.tokens, setting.heads(128)
-    window, many = seq // 16, 2 * heads  # 1024 and 32
+    window, many, few = seq // 16, 2 * heads, max(1, heads // 2)  # 1024, 32, 8
     in_window = (window + 1) * seq - window * (window + 1) / 2
     left = {"window_size": (window, 0)}
     found = [
         Form(f"window ({window}, 0)", 128, 128, heads, heads, seq, Band(window, 0), in_window, left),
         Form(
-            f"causal, {many}/{many // 4} heads", 128, 128, many, max(1, many // 4), seq // 2, causal,
-            pairs("causal", seq // 2), {"causal": True},
+            f"causal, {many}/{few} heads", 128, 128, many, few, seq // 2, causal, pairs("causal", seq // 2),
+            {"causal": True},
         ),
     ]  # fmt: skip
     seq = setting.tokens // 4
@@ -207,7 +206,7 @@ def form_cell(setting: Setting, direction: str, form: Form) -> Cell:
         inputs = [q, k, v, do]
 
         def attend_of(peer: Peer) -> Callable[[], Attend]:
-            return lambda: sdpa(SDPA[CUDNN], True) if peer.name == CUDNN else flash(peer.name, **form.flash)
+            return lambda: by_pytorch(CUDNN, True) if peer.name == CUDNN else flash(peer.name, **form.flash)
 
         return Built(
             prepare(ours(setting, mask=form.band), inputs, direction),
