@@ -84,9 +84,9 @@ def width(size: int) -> int:
 
 def kind_of(problem: Problem) -> str:
     """Which of KINDS serves the problem. Of packed sequences no length is known, and a BlockMask's tiles have 128 rows."""
-    if problem.q_layout is Layout.PACKED or problem.mask == "blocks":
+    if problem.mask == "blocks":
         return "short"
-    return "long" if problem.k_len >= LONG else "short"
+    return "long" if problem.k_len >= LONG or problem.q_layout is Layout.PACKED else "short"
 
 
 def choose(problem: Problem) -> Config:
