@@ -138,14 +138,15 @@ def test_all_kernels_compile_within_their_limits(d: int, v_dim: int, dtype: torc
 # ---- the protocol, played --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(120))
 def test_partitions_take_every_pair_once_and_never_wait_for_ever(seed: int) -> None:
+    """Of every second seed dQ is added up in one order, by as many programs at once as it draws."""
     pytest.importorskip("triton")
-    from hopper_backward_machine import BackwardBlock
+    from hopper_backward_machine import BackwardBlock, Device
 
     from tilewise.kernels.hopper import backward_host
 
-    r = random.Random(seed)
+    r, ordered = random.Random(seed), seed % 2 == 1
     lengths = (1, 33, 64, 65, 128, 129, 192, 200, 300, 384, 500)
     q_len, k_len = r.choice(lengths), r.choice(lengths)
     k_len = q_len if r.random() < 0.4 else k_len
@@ -157,18 +158,19 @@ def test_partitions_take_every_pair_once_and_never_wait_for_ever(seed: int) -> N
     ))  # fmt: skip
     group, batch, wide = r.choice((1, 2, 3)), r.choice((1, 2)), r.choice(list(config.BACKWARD))
     problem = problem_of(wide, band=band, q_len=q_len, k_len=k_len, heads=2 * group, kv_heads=2, batch=batch)
-    options = SimpleNamespace(WIDTH=wide, ROWS=config.BACKWARD[wide].rows, STAGES=r.choice((1, 2, 3)), SOFTCAP=False)
+    options = SimpleNamespace(
+        WIDTH=wide, ROWS=config.BACKWARD[wide].rows, STAGES=r.choice((1, 2, 3)), SOFTCAP=False, ORDERED=ordered
+    )  # fmt: skip
     tiles = -(-k_len // config.BACKWARD_KEYS)
     left, right = band.bounds
     call = SimpleNamespace(
         q_len=q_len, k_len=k_len, diagonal=band.offset(q_len, k_len), left=left, right=right, scale=1.0, softcap=0.0,
         heads=problem.heads, group=group, tiles=tiles, together=r.choice((1, 2, 3)), total=tiles * batch * 2,
     )  # fmt: skip
-    log = []
-    for program in range(call.total):
-        block = BackwardBlock(call, options, program, 100 * seed + program)
-        block.run()
-        log += block.log
+    device = Device(seed, r.choice((1, 2, 3, 5)) if ordered else 1)
+    blocks = [BackwardBlock(call, options, program, device) for program in range(call.total)]
+    device.run(blocks)
+    log = [entry for block in blocks for entry in block.log]
 
     firsts = [(b, kv, 64 * n, 0) for b in range(batch) for kv in range(2) for n in range(2 * tiles)]
     for gradient in ("dk", "dv"):
@@ -196,4 +198,8 @@ def test_partitions_take_every_pair_once_and_never_wait_for_ever(seed: int) -> N
     sent = Counter((head, j0, i0) for kind, _, head, j0, i0, *_ in log if kind == "dq")
     assert set(sent) == {(head, j0 // 128 * 128, i0 // options.ROWS * options.ROWS) for head, j0, i0 in taken}
     assert set(sent.values()) <= {2}
+    # In one order: the last of the tiles that a block sees comes first.
+    added = {share: [j0 for _, _, j0, _ in adds] for share, adds in device.order.items()}
+    assert sum(map(len, added.values())) == ordered * sum(sent.values())
+    assert all(tiles == sorted(tiles, reverse=True) for tiles in added.values())
     assert backward_host.SHARE[0] * backward_host.SHARE[1] == 4096
