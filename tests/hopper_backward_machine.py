@@ -17,7 +17,6 @@ from hopper_machine import Anything, Barrier, Buffers, Scheduler, _Language
 from tilewise import mask
 from tilewise.kernels.hopper import backward, pipeline
 
-
 MASK = ("query_range", "mask_free_queries", "key_range", "tile_of")
 WALK = ("which_keys", "query_blocks")
 CALLS = {  # what functions of the kernel call, of its own ones
@@ -157,9 +156,9 @@ class BackwardBlock:
             "gl": language, "mbarrier": self, "tma_load": self.tma_load, "PIECE": 64, "KEYS": 128, "LN2": 1.0,
             "matrix": lambda memory: memory, "queries": self.queries, "begin_with": lambda row: row,
             "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.finish, "score_gradient": self.score_gradient,
-            "put_share": self.put_share, "add_to_dq": self.add_to_dq, "meet": self.meet, "wait_for_stores": self.wait_for_stores,
+            "put_share": self.put_share, "add_to_dq": self.add_to_dq, "await_turn": self.await_turn,
+            "end_turn": self.end_turn, "meet": self.meet, "wait_for_stores": self.wait_for_stores,
             "store_by_tma": self.store, "fence_async_shared": lambda: None,
-            "await_turn": self.await_turn, "end_turn": self.end_turn,
         }  # fmt: skip
         names |= {name: self.rewired(getattr(backward, name)) for name in CALLS.get(plain.__name__, ())}
         return FunctionType(plain.__code__, names, plain.__name__)
