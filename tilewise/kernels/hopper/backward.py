@@ -251,8 +251,8 @@ def adder(dq_desc, turns, shares, call, C: gl.constexpr, O: gl.constexpr):
         head_share = (b * call.heads + kv * call.group + member) * a_head + C
         for block in range(lo, hi):
             share = head_share + 2 * block
+            await_turn(turns + share, turn_of(first, block, call, O))  # mostly it has come before the share
             buffer = shares.wait(2 * n + C)
-            await_turn(turns + share, turn_of(first, block, call, O))
             add_to_dq(dq_desc, share, buffer)
             wait_for_stores()
             shares.release(2 * n + C)
