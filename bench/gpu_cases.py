@@ -7,11 +7,10 @@ counted as 4 d a visible pair and head forward and 2.5 times that backward; a ca
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from tilewise import Band, BlockMask, causal
 from .rows import Row
 
 FLEX, FA2, CUDNN, EFFICIENT = "FlexAttention", "FlashAttention-2", "cuDNN", "memory-efficient"
-FA3 = "FlashAttention-3"  # the wheel fa3-fwd, where it is installed
 OPERATIONS = {"forward": 4.0, "backward": 10.0, "forward + backward": 14.0}  # a pair, head and element of d
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -112,11 +110,9 @@ SDPA = {
 }
 
 
-def fa3(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    from fa3_fwd_interface import flash_attn_func
-
-    o = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=is_causal)
-    return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)
+def by_pytorch(name: str, is_causal: bool = False) -> Attend:
+    """One of SDPA."""
+    return sdpa(SDPA[name], is_causal)
 
 
 def flex(device: str, seq: int, visible: Callable[..., Tensor] | None) -> Attend:
@@ -189,8 +185,10 @@ def pairs(mask: str, seq: int) -> float:
 
 
 def dense(
-    setting: Setting, subject: str, direction: str, dtype: str, d: int, mask: str, seq: int, *peers: Peer
-) -> Cell:
+    setting: Setting, subject: str, direction: str, dtype: str, d: int, mask: str, seq: int, *peers: Peer,
+    attend_of: Callable[[Peer, bool], Attend] | None = None,
+) -> Cell:  # fmt: skip
+    """attend_of(peer, is_causal): for peers that are not of this file."""
     batch, heads = setting.tokens // seq, setting.heads(d)
     is_causal = mask == "causal"
 
@@ -198,11 +196,11 @@ def dense(
         inputs = draw(setting, batch, heads, seq, d, dtype=dtype)
 
         def attend(peer: Peer) -> Callable[[], Attend]:
+            if attend_of is not None:
+                return lambda: attend_of(peer, is_causal)
             if peer.name == FLEX:
                 return lambda: flex(setting.device, seq, see_causal if is_causal else None)
-            if peer.name == FA3:
-                return lambda: functools.partial(fa3, is_causal=is_causal)
-            return lambda: sdpa(SDPA[peer.name], is_causal)
+            return lambda: by_pytorch(peer.name, is_causal)
 
         return Built(
             prepare(ours(setting, mask=causal if is_causal else None), inputs, direction),
@@ -230,43 +228,6 @@ def grid(setting: Setting, cudnn: bool) -> list[Cell]:
                         dense(setting, subject, direction, "bf16", d, mask, seq, *(peers if d < 256 else large))
                     )
     return cells
-
-
-def hopper(setting: Setting) -> list[Cell]:
-    """The same grid on the backend for Hopper, beside the fastest of others there."""
-    setting = replace(setting, backend="hopper") if setting.backend == "triton" else setting
-    there = importlib.util.find_spec("fa3_fwd_interface") is not None
-    forward = (*((Peer(FA3, ">= 0.96"),) if there else ()), Peer(CUDNN, ">= 0.96"))
-    cells = [
-        dense(setting, f"hopper {direction}", direction, "bf16", d, mask, seq, *peers)
-        for direction, peers, dims in (
-            ("forward", forward, (64, 128, 256)),
-            ("backward", (Peer(CUDNN, ">= 0.92"),), (64, 128)),
-            ("backward", (Peer(CUDNN, ">= 1.25"),), (256,)),
-        )
-        for d in dims
-        for mask in ("full", "causal")
-        for seq in setting.lengths
-    ]
-    return cells + [in_one_order(setting, d, mask) for d in (64, 128) for mask in ("full", "causal")]
-
-
-def in_one_order(setting: Setting, d: int, mask: str) -> Cell:
-    """The deterministic backward beside our own other one."""
-    heads, seq, direction = setting.heads(d), setting.tokens, "backward"
-    band = causal if mask == "causal" else None
-
-    def build() -> Built:
-        inputs = draw(setting, 1, heads, seq, d, dtype="bf16")
-        one, other = (
-            prepare(ours(setting, mask=band, deterministic=deterministic), inputs, direction)
-            for deterministic in (True, False)
-        )
-        return Built(one, {"ours, in any order": other})
-
-    row = Row("hopper deterministic", direction, "bf16", d, mask, seq)
-    flops = OPERATIONS[direction] * heads * d * pairs(mask, seq)
-    return Cell(row, (Peer("ours, in any order", ">= 0.85"),), flops, build)
 
 
 def fp32(setting: Setting) -> list[Cell]:
@@ -373,11 +334,16 @@ def documents(setting: Setting, direction: str, d: int, form: str) -> Cell:
     return Cell(Row("documents", direction, "bf16", d, form, seq), (Peer(FLEX, ">= 1.3"),), flops, build)
 
 
-def mixed_lengths(setting: Setting, direction: str, d: int, mask: str) -> Cell:
-    """64 sequences of 16 to 4096 tokens, packed, beside a dense batch of 64 with nearly the same pairs."""
+def mixture(setting: Setting) -> tuple[int, list[int]]:
+    """(the greatest length that there may be, 64 lengths)."""
     longest = setting.tokens // 4
     draw_length = random.Random(0)
-    lengths = [draw_length.randint(16, longest) for _ in range(64)]
+    return longest, [draw_length.randint(16, longest) for _ in range(64)]
+
+
+def mixed_lengths(setting: Setting, direction: str, d: int, mask: str) -> Cell:
+    """64 sequences of 16 to 4096 tokens, packed, beside a dense batch of 64 with nearly the same pairs."""
+    longest, lengths = mixture(setting)
     heads = setting.heads(d)
     unit = min(128, longest)
     even = max(1, round(math.sqrt(sum(n * n for n in lengths) / 64) / unit)) * unit
@@ -418,7 +384,7 @@ def bias_with_gradient(setting: Setting) -> Cell:
 
         return Built(
             prepare(lambda: attend, inputs, direction),
-            {EFFICIENT: prepare(lambda: sdpa(SDPA[EFFICIENT]), inputs, direction)},
+            {EFFICIENT: prepare(lambda: by_pytorch(EFFICIENT), inputs, direction)},
         )
 
     flops = OPERATIONS[direction] * heads * d * pairs("full", seq)
@@ -457,8 +423,10 @@ def backend_of(row: Row) -> str:
 
 def cells(setting: Setting | None = None, cudnn: bool = False) -> list[Cell]:
     """All of them, in the order of measuring: the host's first, while the process has done nothing else."""
+    from . import hopper_cases  # which is made of what this file has
+
     setting = setting or Setting()
-    found = [*limits(setting), *grid(setting, cudnn), *hopper(setting), *fp32(setting), *savings(setting)]
+    found = [*limits(setting), *grid(setting, cudnn), *hopper_cases.cells(setting), *fp32(setting), *savings(setting)]
     found += [
         documents(setting, direction, d, form)
         for direction in ("forward", "backward")

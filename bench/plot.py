@@ -12,7 +12,7 @@ from .tables import IN_A_GRID, length
 
 COLOURS = {
     "ours, hopper": "#c0392b", "ours, triton": "#e67e22", "FlexAttention": "#2471a3", "FlashAttention-2": "#7d8a8c",
-    "FlashAttention-3": "#8e44ad", "cuDNN": "#27ae60",
+    "FlashAttention-3": "#8e44ad", "FlashAttention-4": "#d7bde2", "cuDNN": "#27ae60",
 }  # fmt: skip
 Lines = dict[str, dict[int, float]]  # name: length: TFLOP/s
 

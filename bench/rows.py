@@ -54,7 +54,7 @@ class Row:
         """What a person types after --only: a part of this."""
         size = f"d{self.d}" if self.d else ""
         seq = f"S{self.seq}" if self.seq else ""
-        direction = "" if self.subject.startswith(self.direction) else self.direction
+        direction = "" if self.direction in self.subject else self.direction
         return " ".join(part for part in (self.subject, direction, self.dtype, size, self.mask, seq) if part)
 
     def judged(self) -> Row:

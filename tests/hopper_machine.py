@@ -16,7 +16,17 @@ from typing import Any
 import torch
 
 from tilewise import mask
-from tilewise.kernels.hopper import forward, pipeline
+from tilewise.kernels.hopper import forward, pipeline, walk
+from tilewise.kernels.tensors import FAR
+
+CALL = (
+    "q_len", "k_len", "diagonal", "left", "right", "scale", "softcap", "heads", "group", "tiles", "together", "total",
+)  # fmt: skip
+PLACE = ("row", "s", "b", "h", "q_start", "q_span", "k_start", "v_start", "call")
+PLAYED = {  # functions that the partitions call, as the Python that they are
+    "first_step", "step", "block_at", "tell", "walk_of", "sequence_in", "load_tile", "rows_of_v", "place_of", "extent",
+    "sequence_of", "clamped", "clipped", "live", "way", "visit",
+}  # fmt: skip
 
 
 class Stuck(AssertionError):
@@ -101,12 +111,31 @@ class Buffers(list):
         return self[n]
 
 
+class Pointer:
+    """To an element of a list: reading beyond it is a fault."""
+
+    def __init__(self, data: list[int], at: int = 0) -> None:
+        self.data, self.at = data, at
+
+    def __add__(self, n: int) -> Pointer:
+        return Pointer(self.data, self.at + n)
+
+
+APART = 1 << 20  # rows of V between sequences, in a descriptor that clips at their ends
+NO_LISTS = (None,) * 5 + (0,) * 8
+
+
 class Block:
-    """One program: its rings, its turns, and a log of (consumer, what, ...)."""
+    """One program: its rings, its turns, and a log of (consumer, what, ...).
+
+    lengths, lists: as the kernel makes them, with Pointers.
+    """
 
     def __init__(
-        self, numbers: dict[str, int], options: Any, program: int, programs: int, counter: list[int], seed: int
-    ) -> None:
+        self, numbers: dict[str, int], options: Any, program: int, programs: int, counter: list[int], seed: int,
+        lengths: tuple[Any, ...] = (None,) * 6, lists: tuple[Any, ...] = NO_LISTS,
+    ) -> None:  # fmt: skip
+        self.lengths, self.lists = lengths, lists
         self.O, self.counter, self.program, self.programs = options, counter, program, programs
         self.scheduler = Scheduler(seed)
         self.consumers = options.ROWS // 64
@@ -114,16 +143,19 @@ class Block:
         self.turns: dict[int, list[str]] = {c: [] for c in range(self.consumers)}
         rings = {"tiles": (2, self.consumers), "q": (options.QUERIES * self.consumers, 1)}
         rings |= {"k": (options.STAGES, self.consumers), "v": (options.STAGES, self.consumers)}
+        rings["blocks"] = (4, self.consumers)
         self.rings = SimpleNamespace(**{name: self.ring(name, *sizes) for name, sizes in rings.items()})
-        self.call = SimpleNamespace(**numbers)
-        for method in ("blocks", "walk"):
-            setattr(self.call, method, self.rewired(getattr(forward.Call, method)).__get__(self.call))
+        numbers = dict.fromkeys(CALL, 0) | numbers
+        self.call = self.call_of(*(numbers[name] for name in CALL))
         self.masked: set[Any] = set()
+        self.bits: dict[Any, int] = {}
 
     def run(self) -> None:
         partitions = {str(c): self._consumer(c) for c in range(self.consumers)}
         produce = self.rewired(forward.producer)
-        partitions["producer"] = lambda: produce("q", "k", "v", self.counter, self.rings, self.call, self.O)
+        partitions["producer"] = lambda: produce(
+            "q", "k", "v", self.counter, self.lengths, self.lists, self.rings, self.call, self.O
+        )
         self.scheduler.run(partitions)
         for ring in vars(self.rings).values():
             for full, empty in zip(ring.full, ring.empty, strict=True):
@@ -132,7 +164,14 @@ class Block:
 
     def _consumer(self, c: int) -> Callable[[], None]:
         consume = self.rewired(forward.consumer)
-        return lambda: consume("o", Buffers([["o"]] * 3), Anything(), None, self.rings, self.call, c, self.O)
+        return lambda: consume("o", Buffers([["o"]] * 3), Anything(), None, "bits", self.rings, self.call, c, self.O)
+
+    def call_of(self, *numbers: int) -> Any:
+        """A forward.Call with its own methods."""
+        call = SimpleNamespace(**dict(zip(CALL, numbers, strict=True)))
+        for method in ("with_lengths", "keys", "blocks", "walk"):
+            setattr(call, method, self.rewired(getattr(walk.Call, method)).__get__(call))
+        return call
 
     def ring(self, name: str, stages: int, readers: int) -> Any:
         """A pipeline.Ring with its own methods."""
@@ -152,19 +191,23 @@ class Block:
         names = {**plain.__globals__, **{n: getattr(mask, n) for n in ("key_range", "mask_free_range", "tile_of")}}
         names |= {
             "gl": _Language(self.program, self.programs), "mbarrier": self, "tma_load": self.tma_load,
-            "PIECE": 64, "WALK": forward.WALK.value, "put": self.put, "number": lambda buffer, at: buffer[0][at],
-            "begin_claim": self.begin_claim, "end_claim": self.end_claim, "take_turn": self.take_turn,
-            "pass_turn": self.pass_turn, "matrix": lambda buffer: _Tile(buffer[0]), "INF": torch.inf,
-            "scores": lambda q, k, _: _Tile((q, k)), "warpgroup_mma": self.multiply,
+            "PIECE": 64, "TILE": 128, "WALK": walk.WALK.value, "FAR": FAR, "INF": torch.inf,
+            "put": self.put, "number": lambda buffer, at: buffer[0][at], "begin_claim": self.begin_claim,
+            "end_claim": self.end_claim, "take_turn": self.take_turn, "pass_turn": self.pass_turn,
+            "matrix": lambda buffer: _Tile(buffer[0]), "scores": lambda q, k, _: _Tile((q, k)),
+            "warpgroup_mma": self.multiply,
             "cap": lambda S, *_: S, "mask": self.mask, "rescale": lambda o, _: o,
             "stay_before": lambda _: None, "computed": lambda x: x, "uniform": lambda x: x,
             "wait_for_stores": lambda: None,
             "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else deps,
             "softmax": lambda S, *_: (_Scores(S), "m", Anything(), "alpha"),
-            "finalize": lambda *_: (Anything(), Anything()), "store_by_tma": self.store,
+            "finalize": lambda *_: (Anything(), Anything()), "store_by_tma": self.store, "Call": self.call_of,
+            "of_rows_in_use": self.of_rows_in_use,
+            "Place": lambda *fields: SimpleNamespace(**dict(zip(PLACE, fields, strict=True))),
+            "bits_mask": self.bits_mask, "below": lambda list, n, tile: sum(x < tile for x in list.data[list.at :][:n]),
         }  # fmt: skip
-        if function is forward.consumer:
-            names |= {f.__name__: self.rewired(f) for f in (forward.first_step, forward.step, forward.walk_of)}
+        for name in PLAYED & set(plain.__code__.co_names):
+            names[name] = self.rewired(getattr(forward if hasattr(forward, name) else walk, name))
         return FunctionType(plain.__code__, names, plain.__name__)
 
     def wait(self, barrier: Barrier, parity: int) -> None:
@@ -179,10 +222,18 @@ class Block:
 
     def tma_load(self, descriptor: str, at: list[int], barrier: Barrier, buffer: list[Any]) -> None:
         self.scheduler.until()
-        buffer[0] = (descriptor, *at)
+        buffer[0] = (descriptor, *(at if len(at) == 4 else self.unclipped(at)))
         barrier.arrive()
 
+    def unclipped(self, at: list[int]) -> tuple[int, ...]:
+        """(Sequence, head, row, 0) of a place in a descriptor that clips at ends."""
+        far, end, head, row, zero = at
+        assert far == FAR
+        row += end - FAR
+        return (0, head, row, zero) if self.O.PACKED else (row // APART, head, row % APART, zero)
+
     def put(self, buffer: list[Any], at: int, numbers: tuple[int, ...]) -> None:
+        assert at + len(numbers) <= 32, "a message's places"
         before = {} if at == 0 else buffer[0]
         buffer[0] = before | dict(enumerate((_Int(number) for number in numbers), at))
 
@@ -193,7 +244,7 @@ class Block:
     def end_claim(self, claim: int, counter: list[int], total: int) -> int:
         if claim == total - 1:
             counter[0] = 0
-        return claim + self.programs
+        return _Int(claim + self.programs)
 
     def take_turn(self, consumer: int) -> None:
         self.scheduler.until(lambda: bool(self.turns[consumer]))
@@ -212,34 +263,69 @@ class Block:
         assert q[0] == "q", q
         assert k[0] == "k", k
         assert v == ("v", *k[1:]), (k, v)
-        self.log.append(("block", who, q[1:4], k[1:4], P.S in self.masked))
+        self.log.append(
+            ("block", who, q[1:4], k[1:4], P.S in self.masked, self.bits.get(P.S, -1), k.rows or self.O.KEYS)
+        )
         return "o"
 
     def mask(self, S: Any, first: int, j0: int, *_: Any) -> Any:
-        assert (S[0][3], S[1][3]) == (first, j0)
+        if not self.O.PACKED:
+            assert (S[0][3], S[1][3]) == (first, j0)
         self.masked.add(S)
         return S
 
+    def bits_mask(self, S: Any, bits: str, tile: int, j0: int, consumer: int) -> Any:
+        assert (bits, consumer) == ("bits", int(threading.current_thread().name))
+        self.bits[S] = tile
+        return S
+
+    def of_rows_in_use(self, o: Any, L: Any, end: int) -> tuple[Any, Any]:
+        self.log.append(("in use", int(threading.current_thread().name), end))
+        return o, L
+
     def store(self, tile: Any, buffer: Any, descriptor: str, at: list[int]) -> None:
-        self.log.append(("store", int(threading.current_thread().name), tuple(at[:3])))
+        self.log.append(("store", int(threading.current_thread().name), tuple(at)))
 
 
 class _Tile(tuple):
-    """(descriptor, where it begins) of a tile in shared memory, or the (Q, K) that scores are of."""
+    """(descriptor, where it begins) of a tile in shared memory, or of its first rows; or the (Q, K) of scores."""
+
+    rows: int | None = None
 
     @property
     def type(self) -> Anything:
         return Anything()
 
-    def slice(self, *_: Any, **__: Any) -> Any:
-        return self
+    def slice(self, start: int, rows: Any, dim: int) -> _Tile:
+        assert start == dim == 0
+        part = _Tile(self)
+        part.rows = rows
+        return part
 
-    load = slice
+    def load(self, _: Any) -> _Tile:
+        return self
 
 
 class _Int(int):
-    def to(self, _: Any) -> int:
+    """A number as a kernel has it: what is made of it is one, too."""
+
+    def to(self, _: Any) -> _Int:
         return self
+
+
+def _kept(name: str) -> Callable[..., Any]:
+    plain = getattr(int, name)
+
+    def operation(self: int, other: Any) -> Any:
+        result = plain(self, other)
+        return result if result is NotImplemented else _Int(result)
+
+    return operation
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod"):
+    for _side in (f"__{_name}__", f"__r{_name}__"):
+        setattr(_Int, _side, _kept(_side))
 
 
 class Anything:
@@ -267,8 +353,15 @@ class _Language(Anything):
     """`gl`: with integers it works, with tensors not."""
 
     def __init__(self, program: int = 0, programs: int = 1) -> None:
-        self.program_id = lambda _: program
+        self.program_id = lambda _: _Int(program)
+        self.where = lambda condition, a, b: a if condition else b
         self.num_programs = lambda _: programs
         self.minimum, self.maximum, self.static_range = min, max, range
         self.where = lambda condition, yes, no: yes if condition else no
         self.convert_layout = lambda x, *_, **__: x
+
+    def load(self, pointer: Pointer, mask: bool = True, other: int | None = None) -> int | None:
+        if not mask:
+            return other
+        assert 0 <= pointer.at < len(pointer.data)
+        return _Int(pointer.data[pointer.at])

@@ -9,15 +9,17 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from bench import gpu, gpu_cases, plot, tables, timing, tune
+from bench import gpu, gpu_cases, hopper_cases, plot, tables, timing, tune
 from bench.gpu_cases import FA2, FLEX, Cell, Setting
 from bench.rows import BEST, FIELDS, Row, geometric_mean, merge, parse_goal, read, write
 from bench.worker import Failed, Worker, parallel
@@ -25,12 +27,11 @@ from tilewise import Band
 from tilewise.problem import Problem
 
 SMALL = Setting(device="cpu", backend="tiled", tokens=1024, hidden=128)
-CELLS = gpu_cases.cells(SMALL)
 ROW = Row("forward", "forward", "bf16", 64, "causal", 2048, FLEX, goal=">= 1.08", ours=0.5, theirs=0.6, ratio=1.2)
 
 
 def cell_of(name: str) -> Cell:
-    return next(cell for cell in CELLS if cell.name == name)
+    return next(cell for cell in gpu_cases.cells(SMALL) if cell.name == name)
 
 
 # --- rows ----------------------------------------------------------------------------------------------------------
@@ -103,7 +104,8 @@ def test_geometric_mean_beside_the_best_peer_of_each_cell() -> None:
 # --- cells ---------------------------------------------------------------------------------------------------------
 
 
-def test_cells_have_names_and_goals_of_their_own() -> None:
+def test_cells_have_names_and_goals_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_cases, "is_here", lambda name: True)
     cells = gpu_cases.cells()
     assert len({cell.name for cell in cells}) == len(cells)
     goals = {
@@ -112,17 +114,24 @@ def test_cells_have_names_and_goals_of_their_own() -> None:
         for peer in cell.peers
         if (cell.row.subject, cell.row.d) != ("hopper backward", 256)
     }
-    goals.pop(("hopper forward", gpu_cases.FA3), None)  # where it is installed
+    FA3, FA4 = hopper_cases.MODULES
     assert goals == {
         ("forward", FLEX): ">= 1.08", ("forward", FA2): ">= 1.3", ("backward", FLEX): ">= 1.05", ("backward", FA2): "",
         ("forward d256", FA2): ">= 1.0", ("backward d256", FA2): ">= 1.0", ("fp32", gpu_cases.EFFICIENT): ">= 1.5",
         ("mask saves", "ours, full"): ">= 1.0", ("documents", FLEX): ">= 1.3",
-        ("hopper forward", gpu_cases.CUDNN): ">= 0.96", ("hopper backward", gpu_cases.CUDNN): ">= 0.92",
-        ("hopper deterministic", "ours, in any order"): ">= 0.85",
+        **{("hopper forward", name): ">= 0.96" for name in (FA3, FA4, gpu_cases.CUDNN)},
+        **{("hopper backward", name): ">= 0.92" for name in (FA4, gpu_cases.CUDNN)},
+        **{("hopper forms", name): ">= 0.95" for name in (FA3, FA4, gpu_cases.CUDNN)}, ("hopper forms", FLEX): ">= 1.3",
+        ("hopper deterministic", "ours, in any order"): ">= 0.85", ("hopper fp16", "ours, bf16"): ">= 0.97",
         ("mixed lengths", "ours, dense"): ">= 0.9", ("bias with gradient", gpu_cases.EFFICIENT): ">= 1.3",
     }  # fmt: skip
     wide = [cell for cell in cells if (cell.row.subject, cell.row.d) == ("hopper backward", 256)]
-    assert [peer.goal for cell in wide for peer in cell.peers] == [">= 1.25"] * 2 * 6
+    assert [peer.goal for cell in wide for peer in cell.peers] == [">= 1.25"] * 2 * 2 * 6
+    monkeypatch.setattr(hopper_cases, "is_here", lambda name: False)
+    alone = gpu_cases.cells()
+    assert {cell.name for cell in cells} - {cell.name for cell in alone} == {
+        cell.name for cell in cells if {peer.name for peer in cell.peers} <= {FA3, FA4} and cell.build
+    }, "cells without anybody to compare with"
     limits = {
         (cell.row.subject.removeprefix("hopper "), cell.row.direction): cell.goal
         for cell in cells
@@ -189,6 +198,30 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "ROUNDS", 2)
 
 
+class FlashAttention:
+    """What its packages have, in plain PyTorch."""
+
+    @staticmethod
+    def flash_attn_func(
+        q: Tensor, k: Tensor, v: Tensor, causal: bool = False, window_size: tuple[int | None, int | None] = (None, None)
+    ) -> tuple[Tensor, None]:
+        band = Band(None, 0) if causal else Band(*window_size)
+        visible = band.dense(q.shape[1], k.shape[1])
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+        return o.transpose(1, 2), None
+
+    @classmethod
+    def flash_attn_varlen_func(
+        cls, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, causal: bool = False, **_: object
+    ) -> tuple[Tensor, None]:
+        cu = cu_seqlens_q.tolist()
+        each = [
+            cls.flash_attn_func(*(t[None, a:b] for t in (q, k, v)), causal=causal)[0][0] for a, b in pairwise(cu)
+        ]  # fmt: skip
+        return torch.cat(each), None
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
     "name",
@@ -203,11 +236,20 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "mixed lengths backward bf16 d128 causal, packed S256",
         "bias with gradient forward + backward bf16 d64 full S256",
         "hopper deterministic backward bf16 d64 causal S1024",
+        "hopper forward bf16 d64 full S256",
+        "hopper fp16 forward fp16 d64 causal S256",
+        "hopper forms forward bf16 d128 window (64, 0) S1024",
+        "hopper forms backward bf16 d128 causal, 2/1 heads S512",
+        "hopper forms forward bf16 d192 causal, 192/128 S256",
+        "hopper forms backward bf16 d128 causal, packed S256",
     ],
 )
-def test_a_cell_runs_and_its_peers_agree(name: str, on_the_cpu: None) -> None:
+def test_a_cell_runs_and_its_peers_agree(name: str, on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_cases, "is_here", lambda name: True)
+    monkeypatch.setattr(hopper_cases, "module", lambda name: FlashAttention)
     cell = cell_of(name)
     rows = timing.compare(cell)
+    assert rows
     assert [row.peer for row in rows] == [peer.name for peer in cell.peers]
     for row in rows:
         assert not row.error

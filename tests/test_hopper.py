@@ -13,6 +13,7 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ import tilewise
 from tilewise import Band, Problem, causal, sliding_window
 from tilewise.kernels.hopper import backend, config
 from tilewise.mask import tile_of
+from tilewise.problem import Aux, Layout
 
 F16, BF16 = torch.float16, torch.bfloat16
 FULL = Band()
@@ -27,14 +29,18 @@ FULL = Band()
 
 def problem_of(
     d: int = 64, v_dim: int | None = None, band: Band = FULL, dtype: torch.dtype = BF16, q_len: int = 200,
-    k_len: int | None = None, batch: int = 1, heads: int = 2, kv_heads: int | None = None, **options: Any,
+    k_len: int | None = None, batch: int = 1, heads: int = 2, kv_heads: int | None = None,
+    layout: Layout = Layout.DENSE, blocks: bool = False, q_lens: bool = False, k_lens: bool = False, **options: Any,
 ) -> Problem:  # fmt: skip
     kv, k_len = kv_heads or heads, k_len or q_len
     q, k, v = (
         torch.empty(shape, dtype=dtype, device="meta")
         for shape in ((batch, heads, q_len, d), (batch, kv, k_len, d), (batch, kv, k_len, v_dim or d))
     )
-    return replace(Problem.of(q, k, v, mask=band, **options)[0], device="sm90")
+    varied = {"q_layout": layout, "k_layout": layout, "q_lens": q_lens, "k_lens": k_lens}
+    return replace(
+        Problem.of(q, k, v, mask=band, **options)[0], device="sm90", mask="blocks" if blocks else None, **varied
+    )
 
 
 # ---- what it takes ---------------------------------------------------------------------------------------------------
@@ -68,16 +74,9 @@ def test_what_it_does_not_take(options: dict[str, Any], reason: str) -> None:
 
 def test_masks_and_layouts_that_it_does_not_take() -> None:
     pytest.importorskip("triton")
-    seen = torch.ones(200, 200, dtype=torch.bool)
-    q = torch.empty(200, 2, 64, dtype=F16)
-    packed = Problem.of(q, q, q, cu_seqlens_q=torch.tensor([0, 200], dtype=torch.int32))[0]
-    assert backend.why_not(replace(packed, device="sm90")) == "it does not take packed sequences yet"
-    q = torch.empty(1, 2, 200, 64, dtype=F16)
-    for mask, name in ((seen, "a boolean mask"), (tilewise.BlockMask.from_dense(seen), "a block mask")):
-        problem = replace(Problem.of(q, q, q, mask=mask)[0], device="sm90")
-        assert backend.why_not(problem) == f"it does not take {name} yet"
-    for side in ("q_lens", "k_lens"):
-        assert backend.why_not(replace(problem_of(), **{side: True})) == "it does not take lengths yet"
+    seen, q = torch.ones(200, 200, dtype=torch.bool), torch.empty(1, 2, 200, 64, dtype=F16)
+    problem = replace(Problem.of(q, q, q, mask=seen)[0], device="sm90")
+    assert backend.why_not(problem) == "it does not take a boolean mask yet"
     assert backend.why_not(replace(problem_of(), device="sm100")) == "it is for Hopper GPUs, sm90 (q is on sm100)"
     assert backend.why_not(replace(problem_of(), device="cpu")) == "it is for Hopper GPUs, sm90 (q is on cpu)"
 
@@ -91,6 +90,22 @@ def test_what_it_takes(d: int, v_dim: int, band: Band) -> None:
     )
     assert backend.why_not(problem) is None
     assert "hopper: chosen\n" in tilewise.explain(problem)
+
+
+def test_what_only_its_forward_takes() -> None:
+    pytest.importorskip("triton")
+    seen, q = tilewise.BlockMask.butterfly(200, 200), torch.empty(200, 2, 64, dtype=F16)
+    packed = replace(Problem.of(q, q, q, cu_seqlens_q=torch.tensor([0, 200], dtype=torch.int32))[0], device="sm90")
+    blocks = replace(Problem.of(*[q[None].transpose(1, 2)] * 3, mask=causal & seen)[0], device="sm90")
+    lengths = [replace(problem_of(), **{side: True}) for side in ("q_lens", "k_lens")]
+    for problem, reason in (
+        (packed, "it takes sequences of one length"), (blocks, "it takes no block mask yet"),
+        *((problem, "it takes sequences of one length") for problem in lengths),
+    ):  # fmt: skip
+        assert backend.why_not(problem) is None
+        assert backend.backward_elsewhere(problem) == ("triton", reason)
+        assert f"its backward is triton's: {reason}" in tilewise.explain(problem)
+    assert backend.backward_elsewhere(problem_of()) is None
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -109,7 +124,7 @@ def test_rows_fit_the_shared_memory_and_the_registers() -> None:
             for v_wide in config.WIDTHS:
                 if v_wide <= wide:
                     for sizes in ((wide, v_wide), (v_wide, wide)):
-                        assert config.shared_bytes(cfg, *sizes) + 1024 <= config.SHARED, (wide, v_wide, kind)
+                        assert config.shared_bytes(cfg, *sizes) + 1280 <= config.SHARED, (wide, v_wide, kind)
 
 
 def test_a_configuration_depends_on_no_batch_and_no_heads() -> None:
@@ -117,6 +132,15 @@ def test_a_configuration_depends_on_no_batch_and_no_heads() -> None:
         for length in (100, 5000):
             some = problem_of(band=band, q_len=length)
             assert config.choose(some) == config.choose(replace(some, batch=777, heads=12, kv_heads=3, needs_grad=True))
+
+
+def test_tiles_of_block_masks_have_its_rows_and_packed_ones_do_not_ask_for_tokens() -> None:
+    for d in config.WIDTHS:
+        cfg = config.choose(problem_of(d, blocks=True, q_len=5000))
+        assert (cfg.rows, 128 % cfg.keys) == (128, 0)
+        for band in (FULL, causal):
+            few, many = (config.choose(problem_of(d, band=band, q_len=n, layout=Layout.PACKED)) for n in (100, 5000))
+            assert few == many
 
 
 def test_a_window_of_everything_has_the_configuration_of_causal() -> None:
@@ -156,14 +180,23 @@ KINDS: dict[str, dict[str, Any]] = {
     "full": {"q_len": 1000}, "causal": {"band": causal, "q_len": 1024}, "long": {"band": causal, "q_len": 4096},
     "ragged": {"band": causal, "q_len": 1000, "k_len": 1017}, "window": {"band": sliding_window(100), "q_len": 4096},
     "dressed": {"band": causal, "q_len": 1000, "k_len": 1017, "softcap": 20.0, "sink": meta(2)},
+    "packed": {"layout": Layout.PACKED, "batch": 3}, "blocks": {"blocks": True, "q_len": 1024},
+    "packed causal": {"layout": Layout.PACKED, "batch": 3, "band": causal},
+    "lengths": {"batch": 3, "q_len": 1000, "q_lens": True, "k_lens": True},
+    "every": {
+        "layout": Layout.PACKED, "batch": 3, "blocks": True, "band": sliding_window(100), "q_lens": True,
+        "k_lens": True, "softcap": 20.0, "sink": meta(2),
+    },
 }  # fmt: skip
 SOME = [
     (64, 64, BF16, "full"), (64, 64, BF16, "causal"), (64, 64, BF16, "long"), (128, 128, BF16, "full"),
     (128, 128, BF16, "causal"), (128, 128, F16, "causal"), (128, 128, BF16, "window"),
     (128, 128, BF16, "dressed"), (256, 256, BF16, "full"),
-    (256, 256, BF16, "ragged"), (192, 128, BF16, "causal"),
+    (256, 256, BF16, "ragged"), (192, 128, BF16, "causal"), (128, 128, BF16, "packed causal"),
+    (128, 128, BF16, "blocks"), (64, 64, BF16, "packed"),
 ]  # fmt: skip
-SPILLS = {"3.9": 144}  # bytes, by what its newer ptxas keeps from tile to tile at d 256; in no loop over keys
+SPILLS = {"3.7": 36, "3.9": 144}  # bytes, of what their newer ptxas keeps from tile to tile; in no loop over keys
+SPILLS_OF_ALL = 96  # of a kernel with every option: numbers of a tile, in no loop over keys either
 UNLIKE = [(256, 128), (128, 256), (128, 64), (64, 128), (256, 64), (64, 256)]
 EVERY = [(d, d, dtype, kind) for d in config.WIDTHS for dtype in (BF16, F16) for kind in KINDS]
 EVERY += [(d, v_dim, BF16, kind) for d, v_dim in UNLIKE for kind in ("full", "long", "window")]
@@ -184,14 +217,29 @@ def compiled(problem: Problem) -> tuple[Any, str]:
     shapes = q_shape(problem), problem.k_shape, v_shape(problem)
     o, q, k, v = (torch.empty(shape, dtype=problem.dtype) for shape in (problem.o_shape, *shapes))
     sink = torch.empty(problem.heads) if problem.sink else None
-    start = host.launch_of(problem, (0, 0, 0, 0), 132, *(x.stride() for x in (q, k, v))).start
+    aux, lists = contents_of(problem)
+    start = host.launch_of(problem, (0, 0, 0, 0), 132, True, lists, *(x.stride() for x in (q, k, v))).start
     with recording() as launches:
-        start(o, q, k, v, torch.empty(problem.lse_shape), sink, torch.zeros(1, dtype=torch.int32))
+        start(o, q, k, v, torch.empty(problem.lse_shape), sink, torch.zeros(1, dtype=torch.int32), *host.contents(aux))
     said = io.StringIO()
     with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(said):
         knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
         binary = compile_for(launches[0], GPUTarget("cuda", 90, 32))
     return binary, said.getvalue()
+
+
+def contents_of(problem: Problem) -> tuple[Aux, tuple[int, ...]]:
+    """Of the problem's options those whose contents say which tiles there are, and how a BlockMask's lists lie."""
+    from tilewise.kernels.hopper import host
+
+    some = torch.zeros(problem.batch + 1, dtype=torch.int32)
+    packed = problem.q_layout is Layout.PACKED
+    seen = tilewise.BlockMask.butterfly(256, 256) if problem.mask == "blocks" else None
+    aux = Aux(
+        cu_q=some if packed else None, cu_k=some if packed else None, q_lens=some if problem.q_lens else None,
+        k_lens=some if problem.k_lens else None, mask=seen,
+    )  # fmt: skip
+    return aux, host.lists_of(aux)
 
 
 def listing_of(binary: Any) -> str:
@@ -214,10 +262,10 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
     from tilewise.kernels.launch import resources
 
     taken = resources(binary)
-    assert taken.spilled <= SPILLS.get(triton.__version__[:3], 0)
+    assert taken.spilled <= SPILLS.get(triton.__version__[:3], 0) + (SPILLS_OF_ALL if kind == "every" else 0)
     assert not taken.unwritten, "ptxas left out an instruction"
     bytes_of_tiles = config.shared_bytes(cfg, config.width(d), config.width(v_dim))
-    assert bytes_of_tiles < taken.shared <= min(bytes_of_tiles + 1024, config.SHARED)
+    assert bytes_of_tiles < taken.shared <= min(bytes_of_tiles + 1280, config.SHARED)
     listing = listing_of(binary)
     assert "registers" in said
     assert "wgmma" not in said, said  # ptxas reports when it makes them wait for each other
@@ -226,7 +274,7 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
         assert instruction in listing, instruction
     # In each consumer's loop, and in its step behind half a block, the exponentials lie between the wait for S and the
     # one for P V, which is in flight there.
-    steps = 2 if cfg.half and problem.band.right is not None else 1
+    steps = 2 if cfg.half and problem.band.right is not None and problem.mask is None else 1
     overlapped = re.findall(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", listing, re.DOTALL)
     assert [part.count("MUFU.EX2") >= cfg.keys // 2 for part in overlapped] == [True] * cfg.consumers * steps
     assert not any(re.search("STL|LDL", part) for part in overlapped)
@@ -289,17 +337,159 @@ def test_partitions_hand_on_every_block_and_never_wait_for_ever(seed: int) -> No
 
     stored = sorted(entry[2] for entry in log if entry[0] == "store")
     firsts = [row * cfg.rows + piece for row in range(tiles) for piece in range(0, cfg.rows, config.PIECE)]
-    assert stored == [(b, h, first) for b in range(batch) for h in range(problem.heads) for first in firsts]
+    assert stored == [(b, h, first, 0) for b in range(batch) for h in range(problem.heads) for first in firsts]
     taken = defaultdict(list)
-    for _, _, (b, h, first), (k_b, k_h, j0), masked in (entry for entry in log if entry[0] == "block"):
+    for _, _, (b, h, first), (k_b, k_h, j0), masked, _, keys in (entry for entry in log if entry[0] == "block"):
         assert (k_b, k_h) == (b, h // group)
-        taken[b, h, first].append((j0, masked))
+        taken[b, h, first].append((j0, masked, keys))
     seen = band.dense(q_len, k_len)
     for (_, _, first), blocks in taken.items():
-        assert [j0 for j0, _ in blocks] == sorted({j0 for j0, _ in blocks}, reverse=True)
-        unmasked = dict(blocks)
+        assert [j0 for j0, _, _ in blocks] == sorted({j0 for j0, _, _ in blocks}, reverse=True)
+        unmasked = {j0: masked for j0, masked, _ in blocks}
+        sides = {j0: keys for j0, _, keys in blocks}
         rows = seen[first : first + config.PIECE]
         for j0 in range(0, k_len, cfg.keys):
             part = rows[:, j0 : j0 + cfg.keys]
             assert j0 in unmasked or not part.any()
+            assert not part[:, sides.get(j0, 0) :].any()
             assert unmasked.get(j0, True) or (part.all() and j0 + cfg.keys <= k_len)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_sequences_and_block_masks_played(seed: int) -> None:
+    """Sequences of unlike lengths, packed or padded, a BlockMask, an origin: each pair is seen by whom it should be."""
+    pytest.importorskip("triton")
+    from hopper_machine import APART, NO_LISTS, Block, Pointer
+
+    from tilewise.kernels.hopper import host
+    from tilewise.kernels.tensors import FAR
+
+    r = random.Random(seed)
+    packed, blocks = r.choice((False, True)), r.choice((False, True))
+    q_lens, k_lens = r.choice((False, True)), r.choice((False, True))
+    batch, group = r.choice((1, 2, 3)), r.choice((1, 2))
+    alike = packed and r.random() < 0.5
+    lengths = (0, 1, 33, 64, 65, 127, 128, 129, 200, 300)
+    spans_q = [r.choice(lengths) for _ in range(batch)] if packed else [r.choice(lengths[1:])] * batch
+    spans_k = (
+        spans_q if alike else [r.choice(lengths) for _ in range(batch)] if packed else [r.choice(lengths[1:])] * batch
+    )
+    cu_q, cu_k = ([sum(spans[:n]) for n in range(batch + 1)] for spans in (spans_q, spans_k))
+    q_len, k_len = (cu_q[-1] + 5, cu_k[-1] + r.choice((0, 70))) if packed else (spans_q[0], spans_k[0])
+    used_q, used_k = (
+        [r.randint(0, n) for n in spans] if lens else spans for lens, spans in ((q_lens, spans_q), (k_lens, spans_k))
+    )
+    band = r.choice((
+        FULL, FULL, causal, causal, Band(None, r.randint(-9, 300)), Band(r.randint(0, 300), None),
+        Band(None, 0, "top_left"), Band(r.randint(0, 300), r.randint(-5, 9)), Band(-5, 3),
+    ))  # fmt: skip
+    origin = (1, 1, 128, 256) if blocks and r.random() < 0.3 else (0, 0, 0, 0)
+    problem = problem_of(
+        band=band, q_len=max(q_len, 1), k_len=max(k_len, 1), heads=2 * group, kv_heads=2, batch=batch, blocks=blocks,
+        layout=Layout.PACKED if packed else Layout.DENSE, q_lens=q_lens, k_lens=k_lens,
+    )  # fmt: skip
+    varied = packed or q_lens or k_lens
+    diagonal = origin[2] - origin[3]
+    known = band.align == "top_left" or (not (q_lens or k_lens) and (alike or not packed))
+    if not varied:
+        diagonal += band.offset(q_len, k_len)
+    rows = 128 if blocks else r.choice((128, 192))
+    cfg = config.Config(rows, r.choice((64, 128)), r.choice((2, 3)), r.choice((1, 2)), r.random() < 0.7)
+    options = host.Options.of(problem, cfg, diagonal if known else None, origin)
+    tiles = q_len // rows + batch + 1 if packed else -(-q_len // rows)
+    total = tiles * problem.heads * (1 if packed else batch)
+    mask = mask_of(r, batch + origin[0], problem.heads + origin[1], origin) if blocks else None
+    lists: tuple[Any, ...] = NO_LISTS
+    if mask is not None:
+        side = mask.query_major.full.shape
+        apart = (side[1] if side[0] > 1 else 0, 1 if side[1] > 1 else 0, *side[2:])
+        pointers = (Pointer(x.flatten().tolist()) for x in mask.query_major)
+        lists = (*pointers, batch, *apart, origin[0] * apart[0] + origin[1] * apart[1], *origin[2:])
+    numbers = {
+        "q_len": q_len, "k_len": k_len, "diagonal": diagonal, "left": band.bounds[0], "right": band.bounds[1],
+        "heads": problem.heads, "group": group, "tiles": tiles, "together": r.choice((1, 2, 3)), "total": total,
+    }  # fmt: skip
+    contents = [
+        cu_q if packed else None,
+        cu_k if packed else None,
+        used_q if q_lens else None,
+        used_k if k_lens else None,
+    ]
+    programs, counter, log = min(total, r.choice((1, 2, 3, 99))), [0], []
+    for program in range(programs):
+        block = Block(
+            numbers, options, program, programs, counter, 100 * seed + program,
+            (*(None if x is None else Pointer(x) for x in contents), batch, 0 if packed else APART), lists,
+        )  # fmt: skip
+        block.run()
+        log += block.log
+    assert counter == [0]
+
+    # What is stored: each row of memory once. A consumer's blocks are those of what it stores next.
+    ends = [*spans_q, q_len - cu_q[-1]] if packed else spans_q
+    pieces = {
+        (s, h, first) for s, span in enumerate(ends) for h in range(problem.heads)
+        for at in range(0, span, rows) for first in range(at, at + rows, config.PIECE)
+    }  # fmt: skip
+    by_end = {sum(ends[: s + 1]): s for s, span in enumerate(ends) if span}
+    stored, taken, since, in_use = [], {}, defaultdict(list), {}
+    for what, consumer, *entry in log:
+        if what == "in use":
+            in_use[consumer] = entry[0]
+            continue
+        if what == "block":
+            since[consumer].append(entry)
+            continue
+        s, h, first = entry[0][:3]
+        if packed:
+            _, end, h, row, _ = entry[0]
+            s = by_end[end]
+            first = row + ends[s] - FAR
+        stored.append((s, h, first))
+        assert in_use.pop(consumer, None) == ((used_q[s] if s < batch else 0) - first if varied else None)
+        taken[s, h, first] = since.pop(consumer)
+    assert sorted(stored) == sorted(pieces)
+
+    # What each of a sequence's rows saw.
+    for s, h, first in pieces:
+        start_q, start_k = (cu_q[s], cu_k[s]) if packed else (0, 0)
+        if s == batch:
+            continue
+        n, m = used_q[s], used_k[s]
+        if first >= n or first >= ends[s]:
+            continue
+        i, j = torch.arange(first, min(first + config.PIECE, n))[:, None], torch.arange(m + 2 * cfg.keys)
+        offset = origin[2] - origin[3] + band.offset(n, m)
+        banded = band.visible(i, j, offset) & (j < m)
+        dense = (
+            None
+            if mask is None
+            else mask.to_dense()[min(origin[0] + s, mask.batch - 1), min(origin[1] + h, mask.heads - 1)]
+        )
+        true = banded.clone()
+        if dense is not None:
+            padded = torch.zeros(2048, 2048, dtype=torch.bool)
+            padded[: dense.shape[0], : dense.shape[1]] = dense
+            true &= padded[origin[2] + i, origin[3] + j]
+        got = torch.zeros_like(true)
+        for (q_b, q_h, row), (k_b, k_h, key), masked, tile, keys in taken[s, h, first]:
+            assert q_b == k_b == (0 if packed else s)
+            assert (q_h, k_h, row) == (h, h // group, start_q + first)
+            j0 = key - start_k
+            here = slice(j0, j0 + keys)
+            part = banded[:, here] if masked else torch.ones_like(banded[:, here])
+            if tile >= 0:
+                bits = torch.from_numpy(np.unpackbits(mask.bits[tile].numpy(), axis=1, bitorder="little")).bool()
+                part = part & bits[i % 128, (origin[3] + j[here]) % 128]
+            assert not (got[:, here] & part).any()
+            got[:, here] |= part
+        assert torch.equal(got, true)
+
+
+def mask_of(r: random.Random, batch: int, heads: int, origin: tuple[int, ...]) -> tilewise.BlockMask:
+    """A BlockMask of EMPTY, MIXED and FULL tiles, for sequences of up to 300 tokens from the origin on."""
+    make = torch.Generator().manual_seed(r.randrange(2**31))
+    sides = (r.choice((1, batch)), r.choice((1, heads)), 300 + origin[2], 300 + origin[3])
+    kind = torch.rand((*sides[:2], *(-(-n // 128) for n in sides[2:])), generator=make)
+    kind = kind.repeat_interleave(128, 2).repeat_interleave(128, 3)[..., : sides[2], : sides[3]]
+    return tilewise.BlockMask.from_dense((kind > 0.7) | ((torch.rand(sides, generator=make) < 0.5) & (kind > 0.3)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from where import DEVICE, REHEARSAL, WHY_NOT_HOPPER, backend_of
 
 import tilewise
 from tilewise import Band, causal
+from tilewise.problem import _checked
 
 pytestmark = pytest.mark.skipif(WHY_NOT_HOPPER is not None, reason=str(WHY_NOT_HOPPER))
 
@@ -208,6 +210,147 @@ def test_nothing_to_attend_to(q_len: int, k_len: int) -> None:
     assert o.shape == q.shape
     assert not o.any()
     assert (lse == -torch.inf).all()
+
+
+# ---- sequences of unlike lengths, block masks ------------------------------------------------------------------------
+
+SPANS = (170, 0, 301, 4, 128, 430)  # of packed sequences; 7 tokens of none follow
+OPTIONS: dict[str, dict[str, Any]] = {  # by name: head size, Band, and which lengths are given
+    "64": {"d": 64}, "64 causal": {"d": 64, "band": causal}, "128 causal": {"d": 128, "band": causal},
+    "128 lengths": {"d": 128, "band": Band(200, 3), "lens": True}, "256 causal": {"d": 256, "band": causal},
+}  # fmt: skip
+
+
+def ends_of(spans: Any) -> Tensor:
+    return torch.tensor([0, *spans], device=DEVICE).cumsum(0).to(torch.int32)
+
+
+def packed(name: str, tokens: int = sum(SPANS) + 7) -> tuple[list[Tensor], Callable[..., Result]]:
+    """q, k, v of 4 and 2 heads, and the call of (q, k, v, the sequences' lengths, how many of each are in use)."""
+    d, band, lens = OPTIONS[name]["d"], OPTIONS[name].get("band", Band()), OPTIONS[name].get("lens", False)
+    make = torch.Generator(device=DEVICE).manual_seed(d)
+    tensors = [torch.randn(tokens, heads, d, generator=make, device=DEVICE).to(BF16) for heads in (4, 2, 2)]
+
+    def call(*tensors: Tensor, spans: Any = SPANS, cu: Tensor | None = None) -> Result:
+        used = {f"{side}_lens": torch.tensor([n * 2 // 3 for n in spans], device=DEVICE).int() for side in "qk" if lens}
+        return tilewise.attention_packed(
+            *tensors,
+            ends_of(spans) if cu is None else cu,
+            mask=band,
+            return_lse=True,
+            backend=backend_of(PREFIX),
+            **used,
+        )
+
+    return tensors, call
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_packed_sequences_do_not_see_each_other(name: str) -> None:
+    """Each has the bits that it has alone, in another order, and while all others are NaN; tokens of none are 0."""
+    tensors, call = packed(name)
+    o, lse = call(*tensors)
+    assert not o[sum(SPANS) :].any()
+    assert (lse[:, sum(SPANS) :] == -torch.inf).all()
+    ends = ends_of(SPANS).tolist()
+    rows = [torch.arange(a, b, device=DEVICE) for a, b in pairwise(ends)]
+    for order in ([0], [2], [4, 5], [5, 4, 3, 2, 1, 0]):
+        some = torch.cat([rows[s] for s in order])
+        found = call(*(x[some] for x in tensors), spans=[SPANS[s] for s in order])
+        assert_same(found, (o[some], lse[:, some]))
+    for here in rows:
+        spoilt = [torch.full_like(x, torch.nan).index_copy_(0, here, x[here]) for x in tensors]
+        found = call(*spoilt)
+        assert_same((found[0][here], found[1][:, here]), (o[here], lse[:, here]))
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if "lengths" not in name])
+def test_a_packed_sequence_has_the_bits_of_a_dense_one(name: str) -> None:
+    tensors, call = packed(name)
+    o, lse = call(*tensors)
+    for a, b in pairwise(ends_of(SPANS).tolist()):
+        if a == b:
+            continue
+        alone = tilewise.attention(
+            *(x[None, a:b].transpose(1, 2) for x in tensors), mask=OPTIONS[name].get("band", Band()), return_lse=True,
+            backend=backend_of(PREFIX),
+        )  # fmt: skip
+        assert_same((alone[0][0].transpose(0, 1), alone[1][0]), (o[a:b], lse[:, a:b]))
+
+
+@pytest.mark.parametrize("name", ["64", "128 causal"])
+def test_nan_beyond_a_length_changes_no_bit(name: str) -> None:
+    tensors, call = inputs(name)
+    length = tensors[0].shape[2]
+    lens = torch.tensor([length, length // 3, 0], device=DEVICE, dtype=torch.int32)
+    options = {
+        "mask": CALLS[name][2],
+        "return_lse": True,
+        "backend": backend_of(PREFIX),
+        "q_lens": lens,
+        "k_lens": lens,
+    }
+    expected = tilewise.attention(*tensors, **options)
+    spoilt = [x.clone() for x in tensors]
+    for x in spoilt:
+        for b, n in enumerate(lens.tolist()):
+            x[b, :, n:] = torch.nan
+    o, lse = tilewise.attention(*spoilt, **options)
+    assert_same((o, lse), expected)
+    assert_same((o[:1], lse[:1]), call(*(x[:1] for x in tensors)))
+    assert not o[1, :, length // 3 :].any()
+    assert (lse[2] == -torch.inf).all()
+
+
+def blocks_of(length: int) -> tilewise.BlockMask:
+    document = (torch.arange(length, device=DEVICE) * 5 // length).sqrt().int()
+    return tilewise.BlockMask.from_predicate(
+        lambda b, h, i, j: (document[i] == document[j]) & (i >= j), length, length, device=DEVICE
+    )
+
+
+@pytest.mark.parametrize("name", ["64", "128", "256"])
+def test_packed_sequences_and_block_masks_repeat_bit_for_bit(name: str, cuda: None) -> None:
+    tensors, call = inputs(name)
+    blocks = blocks_of(tensors[0].shape[2])
+    packed_tensors, packed_call = packed("64 causal" if name == "64" else "128 causal")
+    first = call(*tensors, mask=blocks), packed_call(*packed_tensors)
+    unlike = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for _ in range(REPEATS // 4):
+        for found, expected in zip((call(*tensors, mask=blocks), packed_call(*packed_tensors)), first, strict=True):
+            for x, y in zip(found, expected, strict=True):
+                unlike += (x != y).sum()
+    assert unlike.item() == 0
+    assert_same(call(*(x[1:2] for x in tensors), mask=blocks), tuple(x[1:2] for x in first[0]))
+
+
+def test_a_graph_takes_other_sequences(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of cu_seqlens is read on the host."""
+    monkeypatch.setattr(_checked, "active", False)
+    tensors, call = packed("128 causal")
+    spans = (700, 33, 0, 100, 100, 100)
+    expected = call(*tensors, spans=spans)
+    cu = ends_of(SPANS)
+    call(*tensors, cu=cu)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call(*tensors, cu=cu)
+    cu.copy_(ends_of(spans))
+    graph.replay()
+    assert_same(result, expected)
+
+
+def test_contents_out_of_range_are_clamped_where_they_are_not_checked(
+    cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_checked, "active", False)
+    tensors, call = packed("64 causal", tokens=300)
+    for spans in ((100, 50, 2**20), (-(2**20), 2**21), (200, -150, 100)):
+        call(*tensors, spans=spans)
+        torch.cuda.synchronize()
+    o, lse = call(*tensors, spans=(100, 50, 2**20))
+    assert_same((o, lse), call(*tensors, spans=(100, 50, 150)))
 
 
 def test_another_device(cuda: None) -> None:

@@ -33,9 +33,6 @@ def why_not(problem: Problem) -> str | None:
 def _options_without(problem: Problem) -> str | None:
     """The sentence about the first option that there is no code for."""
     options = {
-        "packed sequences": problem.q_layout is Layout.PACKED or problem.k_layout is Layout.PACKED,
-        "lengths": problem.q_lens or problem.k_lens,
-        "a block mask": problem.mask == "blocks",
         "a boolean mask": problem.mask == "bool",
         "a bias": problem.bias is not None,
         "ALiBi": problem.alibi,
@@ -61,6 +58,10 @@ def backward(
 @lru_cache(maxsize=512)
 def backward_elsewhere(problem: Problem) -> tuple[str, str] | None:
     """None, or whose the backward of a problem that this backend takes is, and why."""
+    if problem.q_layout is Layout.PACKED or problem.q_lens or problem.k_lens:
+        return "triton", "it takes sequences of one length"
+    if problem.mask == "blocks":
+        return "triton", "it takes no block mask yet"
     if 0 in (*problem.o_shape, *problem.k_shape):  # TMA knows no empty tensors
         return "triton", "there is nothing to add up"
     return None

@@ -1,15 +1,15 @@
-"""Tiles of the Hopper kernels: a table by head size and mask, and the evidence for each row."""
+"""Tiles of the Hopper kernels: a table by head size and length, and the evidence for each row."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...problem import Problem
+from ...problem import Layout, Problem
 
 PIECE = 64  # rows of a consumer warpgroup
 WIDTHS = (64, 128, 256)  # columns of a tile: heads of another size are filled up with zeros by TMA
-KINDS = ("full", "banded", "banded long")
-LONG = 2048  # keys from which a Band counts as long
+KINDS = ("short", "long")
+LONG = 2048  # keys from which a problem is
 SHARED = 227 * 1024  # bytes that a block may take on sm90
 
 
@@ -45,34 +45,35 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """By kind of mask."""
+    """By kind of problem."""
 
-    full: Config
-    banded: Config
+    long: Config
     evidence: str
-    long: Config | None = None  # instead of banded, from LONG keys on
+    short: Config | None = None  # if another
 
     def config(self, kind: str) -> Config:
         """The Config of one of KINDS."""
-        if kind == "full":
-            return self.full
-        return self.banded if kind == "banded" or self.long is None else self.long
+        return self.short if kind == "short" and self.short is not None else self.long
 
 
-# TFLOP/s on an H200, bf16, 16k tokens, Triton 3.6, 2026-11-30, five interleaved rounds; on another host than the run of
-# bench/results/h200.csv (python -m bench.gpu --only "hopper forward"), which is up to 10 % slower on long rows. In a study
-# that these kernels come from blocks of 64 keys with 128 columns reached 550, and without P V in flight during the softmax
-# 619 of 672 were left; it chose the tiles.
+# TFLOP/s on an H200, bf16, 16k tokens, Triton 3.6, 2026-11-30, five interleaved rounds of kernels alone. In a study that
+# these kernels come from blocks of 64 keys with 128 columns reached 550, and without P V in flight during the softmax 619 of
+# 672 were left; it chose the tiles.
 TABLE: dict[int, Row] = {
     64: Row(
-        Config(192, 128, 2, 2), Config(128, 128, 2, 2, half=True),
-        "full 526 at 2k, 571 at 16k; causal 429, 560. 128 rows at 2k: 465, 403; with a Band at 1k: 332, 192 rows 320",
-        long=Config(192, 128, 2, 2, half=True),
+        Config(192, 128, 2, 2, half=True),
+        "full 529 at 2k, 557 at 16k; causal 439, 540. 128 rows: 473, 466; 410, 462; with whole blocks only causal 432, 527."
+        " Short: full 411 at 512, 452 at 1k, causal 242, 341; 192 rows 395, 454, 213, 323; Q in shared memory 384, 433, 234, 334",
+        short=Config(128, 128, 3, 1, half=True, q_in_registers=True),
     ),
     128: Row(
-        Config(128, 128, 2, 2), Config(128, 128, 2, 2, half=True), "full 696 at 2k, 742 at 16k; causal 572, 701"
+        Config(128, 128, 2, 1, half=True, q_in_registers=True),
+        "full 557 at 512, 712 at 2k, 695 at 16k; causal 350, 617, 700. Two tiles of Q in shared memory: full 554, 702, 686; causal"
+        " 343, 606, 693; those with whole blocks only causal 348, 607, 690",
     ),
-    256: Row(Config(128, 64, 2, 1), Config(128, 64, 2, 1), "full 751 at 2k, 821 at 16k; causal 588, 805"),
+    256: Row(
+        Config(128, 64, 2, 1), "full 751 at 2k, 821 at 16k (another host); causal 654, 781",
+    ),
 }  # fmt: skip
 
 
@@ -82,10 +83,10 @@ def width(size: int) -> int:
 
 
 def kind_of(problem: Problem) -> str:
-    """Which of KINDS serves the problem."""
-    if problem.band.is_full:
-        return "full"
-    return "banded long" if problem.k_len >= LONG else "banded"
+    """Which of KINDS serves the problem. Of packed sequences no length is known, and a BlockMask's tiles have 128 rows."""
+    if problem.mask == "blocks":
+        return "short"
+    return "long" if problem.k_len >= LONG or problem.q_layout is Layout.PACKED else "short"
 
 
 def choose(problem: Problem) -> Config:
@@ -94,7 +95,7 @@ def choose(problem: Problem) -> Config:
 
 
 def shared_bytes(config: Config, wide: int, v_wide: int) -> int:
-    """Bytes of shared memory that a block takes, without its barriers (less than 1 KiB)."""
+    """Bytes of shared memory that a block takes, without its barriers and numbers (less than 1.25 KiB)."""
     q = config.rows * wide * config.queries
     o = 0 if config.o_in_q(wide, v_wide) else config.rows * v_wide
     return 2 * (q + o + config.stages * config.keys * (wide + v_wide))

@@ -17,7 +17,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ... import mask as arithmetic
 from .pipeline import (
     Ring,
     aggregate,
@@ -31,153 +30,164 @@ from .pipeline import (
     stay_before,
     store_by_tma,
     take_turn,
-    uniform,
     wait_for_stores,
 )  # fmt: skip
+from .walk import PIECE, TILE, WALK, Call, clipped, place_of, visit, way
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 INF = gl.constexpr(float("inf"))
-PIECE = gl.constexpr(64)  # rows of a consumer: wgmma's
-WALK = gl.constexpr(7)  # numbers of `Call.walk`
 GROWTH = gl.constexpr(8.0)  # bits that a row's maximum may grow by before l and O are rescaled
-
-key_range = gluon.jit(arithmetic.key_range)
-mask_free_range = gluon.jit(arithmetic.mask_free_range)
-tile_of = gluon.jit(arithmetic.tile_of)
-
-
-@aggregate
-class Call:
-    """The run-time numbers of a call."""
-
-    q_len: gl.tensor
-    k_len: gl.tensor
-    diagonal: gl.tensor  # j - i on the diagonal of the Band
-    left: gl.tensor
-    right: gl.tensor
-    scale: gl.tensor  # log2(e) times the call's, as softcap
-    softcap: gl.tensor
-    heads: gl.tensor
-    group: gl.tensor  # query heads that share one of keys
-    tiles: gl.tensor  # of a head
-    together: gl.tensor
-    total: gl.tensor  # tiles of all heads
-
-    @gluon.constexpr_function
-    def __init__(
-        self, q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total,
-    ):  # fmt: skip
-        self.q_len = q_len
-        self.k_len = k_len
-        self.diagonal = diagonal
-        self.left = left
-        self.right = right
-        self.scale = scale
-        self.softcap = softcap
-        self.heads = heads
-        self.group = group
-        self.tiles = tiles
-        self.together = together
-        self.total = total
-
-    @gluon.jit
-    def blocks(self, first, ROWS: gl.constexpr, O: gl.constexpr):
-        """Blocks [lo, hi) that some of the rows [first, first + ROWS) see; where there is none, one all the same."""
-        lo = 0
-        hi = self.k_len
-        if O.BANDED:
-            last = gl.minimum(first + ROWS, self.q_len)
-            # `uniform`: else the compiler computes what follows from the bounds alone once, and spills it (d 256, 40 bytes).
-            lo, hi = key_range(first, last, uniform(self.left), uniform(self.right), self.diagonal, self.k_len)
-        return lo // O.KEYS, gl.maximum((hi + O.KEYS - 1) // O.KEYS, lo // O.KEYS + 1)
-
-    @gluon.jit
-    def walk(self, first, tile_lo, tile_hi, O: gl.constexpr):
-        """(above, lo, hi, below, free_lo, free_hi, half): what the piece at `first` takes of its tile's blocks [tile_lo, tile_hi).
-
-        As they come, the last first: it skips `above`, takes [lo, hi) and skips `below`. In [free_lo, free_hi) each row
-        sees all keys. half: 1 where its first block is to be taken as half a block.
-        """
-        lo, hi = self.blocks(first, PIECE, O)
-        lo = gl.minimum(gl.maximum(lo, tile_lo), tile_hi - 1)
-        hi = gl.minimum(gl.maximum(hi, lo + 1), tile_hi)
-        free_lo = 0
-        free_hi = self.k_len
-        half = 0
-        if O.BANDED:
-            last = gl.minimum(first + PIECE, self.q_len)
-            free_lo, free_hi = mask_free_range(first, last, self.left, self.right, self.diagonal, self.k_len)
-            if O.HALF:
-                seen = gl.minimum(last + self.diagonal + self.right, self.k_len)
-                half = gl.where((seen <= (hi - 1) * O.KEYS + O.KEYS // 2) & (hi - lo > 1), 1, 0)
-        return tile_hi - hi, lo, hi, lo - tile_lo, (free_lo + O.KEYS - 1) // O.KEYS, free_hi // O.KEYS, half
 
 
 @aggregate
 class Rings:
     """What the producer hands the consumers. Of q, item t * consumers + c is consumer c's piece of tile t.
 
-    tiles: (row, b, h) of the tile, row -1 behind the last one, and with a Band each consumer's walk (`Call.walk`): reckoned
-    by the producer, that has the time, while the consumers are at the tile before.
+    tiles: `tell` says what of each. blocks: with a BlockMask, whose lists the producer alone reads, the first key of
+    block n and its bit tile's place in the pool, or -1.
     """
 
     tiles: Ring
     q: Ring
     k: Ring
     v: Ring
+    blocks: Ring
 
     @gluon.constexpr_function
-    def __init__(self, tiles, q, k, v):
+    def __init__(self, tiles, q, k, v, blocks):
         self.tiles = tiles
         self.q = q
         self.k = k
         self.v = v
+        self.blocks = blocks
+
+
+# ---- a tile's message ------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def tell(rings, t, place, lo, hi, O: gl.constexpr):
+    """Tile t's message: (row, b, h), and what its consumers would else reckon: the producer has the time, while they are at
+    the tile before.
+
+    That is each one's walk (`Call.walk`) of the tile's blocks [lo, hi), and the lengths of the tile's sequence in use; of a
+    packed one its first query and its queries in memory, too.
+    """
+    CONSUMERS: gl.constexpr = O.ROWS // PIECE
+    message = rings.tiles.acquire(t)
+    put(message, 0, (place.row, place.b, place.h))
+    if O.TOLD:
+        for c in gl.static_range(CONSUMERS):
+            put(message, 3 + WALK * c, place.call.walk(place.row * O.ROWS + PIECE * c, lo, hi, O))
+    if O.VARIED:
+        put(message, 3 + WALK * CONSUMERS, (place.call.q_len, place.call.k_len))
+    if O.PACKED:
+        put(message, 5 + WALK * CONSUMERS, (place.q_start, place.q_span))
+    rings.tiles.commit(t)
+
+
+@gluon.jit
+def walk_of(message, C: gl.constexpr):
+    """Consumer C's `Call.walk`."""
+    at: gl.constexpr = 3 + WALK * C
+    return (
+        number(message, at), number(message, at + 1), number(message, at + 2), number(message, at + 3),
+        number(message, at + 4), number(message, at + 5), number(message, at + 6),
+    )  # fmt: skip
+
+
+@gluon.jit
+def sequence_in(message, call, O: gl.constexpr):
+    """(The call as the tile's sequence has it, its first query, its queries in memory)."""
+    at: gl.constexpr = 3 + WALK * (O.ROWS // PIECE)
+    if O.PACKED:
+        own = call.with_lengths(number(message, at), number(message, at + 1), O)
+        return own, number(message, at + 2), number(message, at + 3)
+    elif O.VARIED:
+        return call.with_lengths(number(message, at), number(message, at + 1), O), 0, call.q_len
+    else:
+        return call, 0, call.q_len
 
 
 # ---- the producer ----------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, counter, rings, call, O: gl.constexpr):
-    """One warp: claims tiles and loads Q, K and V of each.
+def producer(q_desc, k_desc, v_desc, counter, lengths, lists, rings, call, O: gl.constexpr):
+    """One warp: claims tiles and loads Q, K and V of each. lengths, lists: as `forward_kernel` makes them.
 
     V of a block follows K of the next one, for that is the order in which they are wanted. The next tile is claimed with
     the last K of this one, as late as possible, so that it goes to the program that will be free first. The last V
     comes before the next Q, which has to wait for the buffer that a consumer reads until it has that V.
     """
-    CONSUMERS: gl.constexpr = O.ROWS // PIECE
     tile = gl.program_id(0)
     t = 0
     n = 0  # blocks loaded
     while tile < call.total:
-        row, bh = tile_of(tile, call.tiles, call.together, call.total // call.tiles)
-        b = bh // call.heads
-        h = bh % call.heads
-        kv = h // call.group
-        for c in gl.static_range(CONSUMERS):
-            rings.q.load(t * CONSUMERS + c, q_desc, [b, h, row * O.ROWS + PIECE * c, 0])
-        lo, hi = call.blocks(row * O.ROWS, O.ROWS, O)
-        message = rings.tiles.acquire(t)
-        put(message, 0, (row, b, h))
-        if O.BANDED:
-            for c in gl.static_range(CONSUMERS):
-                put(message, 3 + WALK * c, call.walk(row * O.ROWS + PIECE * c, lo, hi, O))
-        rings.tiles.commit(t)
+        place = place_of(tile, call, lengths, O)
         claim = tile
+        if not O.PACKED or ((place.row >= 0) & (place.row * O.ROWS < place.q_span)):
+            n, claim = load_tile(q_desc, k_desc, v_desc, counter, lists, t, n, claim, place, rings, O)
+            t += 1
+        else:
+            claim = begin_claim(counter)
+        tile = end_claim(claim, counter, call.total)
+    put(rings.tiles.acquire(t), 0, (-1, 0, 0))
+    rings.tiles.commit(t)
+
+
+@gluon.jit
+def load_tile(q_desc, k_desc, v_desc, counter, lists, t, n, claim, place, rings, O: gl.constexpr):
+    """(n, the claim of the next tile), with Q of a tile loaded, and K and V of its blocks from number n on.
+
+    Behind a sequence's end Q and K may have whatever is there: those rows of O are not stored, those scores are masked.
+    V has zeros there, because 0 * NaN is not 0.
+    """
+    CONSUMERS: gl.constexpr = O.ROWS // PIECE
+    b = place.b
+    kv = place.h // place.call.group
+    for c in gl.static_range(CONSUMERS):
+        rings.q.load(t * CONSUMERS + c, q_desc, [b, place.h, place.q_start + (place.row * O.ROWS + PIECE * c), 0])
+    if O.BLOCKS:
+        blocks = way(lists, place, O)
+        count = gl.maximum(blocks[0], 1)
+        tell(rings, t, place, 0, count, O)
+        before = count * 0
+        for j in range(count):
+            j0, bits = visit(blocks, j, lists, place, O)
+            put(rings.blocks.acquire(n), 0, (j0, bits))
+            rings.blocks.commit(n)
+            if j == count - 1:
+                claim = begin_claim(counter)
+            rings.k.load(n, k_desc, [b, kv, place.k_start + j0, 0])
+            if j > 0:
+                rings.v.load(n - 1, v_desc, rows_of_v(place, kv, before, O))
+            before = j0
+            n += 1
+        rings.v.load(n - 1, v_desc, rows_of_v(place, kv, before, O))
+    else:
+        lo, hi = place.call.blocks(place.row * O.ROWS, O.ROWS, O)
+        tell(rings, t, place, lo, hi, O)
         for j in range(hi - lo):
             block = hi - 1 - j
             if block == lo:
                 claim = begin_claim(counter)
-            rings.k.load(n, k_desc, [b, kv, block * O.KEYS, 0])
+            rings.k.load(n, k_desc, [b, kv, place.k_start + block * O.KEYS, 0])
             if j > 0:
-                rings.v.load(n - 1, v_desc, [b, kv, (block + 1) * O.KEYS, 0])
+                rings.v.load(n - 1, v_desc, rows_of_v(place, kv, (block + 1) * O.KEYS, O))
             n += 1
-        rings.v.load(n - 1, v_desc, [b, kv, lo * O.KEYS, 0])
-        t += 1
-        tile = end_claim(claim, counter, call.total)
-    put(rings.tiles.acquire(t), 0, (-1, 0, 0))
-    rings.tiles.commit(t)
+        rings.v.load(n - 1, v_desc, rows_of_v(place, kv, lo * O.KEYS, O))
+    return n, claim
+
+
+@gluon.jit
+def rows_of_v(place, kv, j0, O: gl.constexpr):
+    """Where V's descriptor has the block at key j0."""
+    if O.PACKED or O.K_LENS:
+        return clipped(place.v_start, place.call.k_len, kv, j0)
+    else:
+        return [place.b, kv, j0, 0]
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -185,9 +195,9 @@ def producer(q_desc, k_desc, v_desc, counter, rings, call, O: gl.constexpr):
 
 @gluon.jit
 def matrix(buffer):
-    """A block of one head, (1, 1, rows, columns) in shared memory, as (rows, columns)."""
-    ROWS: gl.constexpr = buffer.shape[2]
-    COLUMNS: gl.constexpr = buffer.shape[3]
+    """A block of one head, (..., rows, columns) in shared memory, as (rows, columns)."""
+    ROWS: gl.constexpr = buffer.shape[len(buffer.shape) - 2]
+    COLUMNS: gl.constexpr = buffer.shape[len(buffer.shape) - 1]
     return buffer.reshape([ROWS, COLUMNS])
 
 
@@ -244,18 +254,42 @@ def mask(S, first, j0, call, O: gl.constexpr):
 
 
 @gluon.jit
+def bits_mask(S, bits, tile, j0, C: gl.constexpr):
+    """-inf where a BlockMask's bit tile hides the pair.
+
+    bits: the pool, (128, 4) int32 a tile: a row's words of 32 keys. Of a word a lane has the bits 8 a + 2 lane + b: shifted
+    by 2 lane once, it is tested with constants.
+    """
+    WORDS: gl.constexpr = S.shape[1] // 32
+    S5 = S.reshape([PIECE, WORDS, 4, 4, 2])
+    side_by_side: gl.constexpr = gl.DistributedLinearLayout(
+        ([[0, 1], [0, 2]] if WORDS == 4 else [[0, 1]]) + [[8, 0]],
+        [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [PIECE, WORDS],
+    )  # fmt: skip
+    i = gl.arange(0, PIECE, gl.SliceLayout(1, side_by_side))[:, None]
+    w = gl.arange(0, WORDS, gl.SliceLayout(0, side_by_side))[None, :]
+    pool = bits.to(gl.pointer_type(gl.int32), bitcast=True) + tile.to(gl.int64) * (TILE * TILE // 32)
+    at = (PIECE * C + i) * (TILE // 32) + j0 % TILE // S.shape[1] * WORDS + w
+    word = gl.load(pool + at)
+    of_lane: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, S5.type.layout)))
+    word = gl.convert_layout(word, of_lane, assert_trivial=True)[:, :, None, None, None] >> (2 * numbers(3, S5))
+    S5 = gl.where((word & (1 << (8 * numbers(2, S5) + numbers(4, S5)))) != 0, S5, -INF)
+    return gl.convert_layout(S5.reshape(S.shape), S.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def numbers(dim: gl.constexpr, x):
-    """0, 1, 2, ... along one of x's four dimensions; of size 1 along the others."""
-    n = gl.arange(0, x.shape[dim], _without_others(dim, x.type.layout))
-    for other in gl.static_range(4):
+    """0, 1, 2, ... along one of x's dimensions; of size 1 along the others."""
+    n = gl.arange(0, x.shape[dim], _without_others(dim, len(x.shape), x.type.layout))
+    for other in gl.static_range(len(x.shape)):
         if other != dim:
             n = gl.expand_dims(n, other)
     return n
 
 
 @gluon.constexpr_function
-def _without_others(dim, layout):
-    for other in (3, 2, 1, 0):
+def _without_others(dim, rank, layout):
+    for other in reversed(range(rank)):
         if other != dim:
             layout = gl.SliceLayout(other, layout)
     return layout
@@ -326,18 +360,31 @@ def finalize(m, l, sink, h, SINK: gl.constexpr):
 
 
 @gluon.jit
-def walk_of(message, C: gl.constexpr):
-    """Consumer C's `Call.walk`."""
-    at: gl.constexpr = 3 + WALK * C
-    return (
-        number(message, at), number(message, at + 1), number(message, at + 2), number(message, at + 3),
-        number(message, at + 4), number(message, at + 5), number(message, at + 6),
-    )  # fmt: skip
+def block_at(n, block, free_lo, free_hi, rings, O: gl.constexpr):
+    """(first key, whether some row does not see it all, bit tile or -1) of a piece's block n.
+
+    block: its number by its keys; with a BlockMask the producer tells which one it is.
+    """
+    if O.BLOCKS:
+        told = rings.blocks.wait(n)
+        j0 = number(told, 0)
+        tile = number(told, 1)
+        rings.blocks.release(n)
+        block = j0 // O.KEYS
+    masked = (block < free_lo) | (block >= free_hi)
+    if O.BLOCKS:
+        return j0, masked, tile
+    else:
+        return block * O.KEYS, masked, -1
 
 
 @gluon.jit
-def first_step(q, n, first, j0, masked, above, rings, call, KEYS: gl.constexpr, O: gl.constexpr):
-    """(P, m, l) of a piece's first block n, or of the first KEYS keys of it. above: how many blocks it has skipped."""
+def first_step(q, n, first, block, bits, above, rings, call, KEYS: gl.constexpr, C: gl.constexpr, O: gl.constexpr):
+    """(P, m, l) of a piece's first block n, or of the first KEYS keys of it. above: how many blocks it has skipped.
+
+    block: as `block_at` has it. bits: a BlockMask's pool.
+    """
+    j0, masked, tile = block
     dtype: gl.constexpr = rings.q.buffers.dtype
     m_layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.KEYS, 16]))
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.V_WIDTH, 16])
@@ -353,6 +400,8 @@ def first_step(q, n, first, j0, masked, above, rings, call, KEYS: gl.constexpr, 
     S = cap(S, call, O)
     if masked:
         S = mask(S, first, j0, call, O)
+    if O.BLOCKS and tile >= 0:
+        S = bits_mask(S, bits, tile, j0, C)
     m = gl.full([PIECE], -INF, gl.float32, gl.SliceLayout(1, S.type.layout))
     P, m, l, _ = softmax(S, m, gl.zeros([PIECE, 4], gl.float32, l_layout), call, True, O)
     P = P.to(dtype)
@@ -363,10 +412,11 @@ def first_step(q, n, first, j0, masked, above, rings, call, KEYS: gl.constexpr, 
 
 
 @gluon.jit
-def step(P, o, m, l, q, n, first, j0, masked, rings, call, C: gl.constexpr, O: gl.constexpr):
+def step(P, o, m, l, q, n, first, block, bits, rings, call, C: gl.constexpr, O: gl.constexpr):
     """S of block n and O += P V of the block before, of as many keys as P has; both are in flight at once, and P V
     during the softmax of S."""
     CONSUMERS: gl.constexpr = O.ROWS // PIECE
+    j0, masked, tile = block
     k = rings.k.wait(n)
     take_turn(C)
     S = scores(q, matrix(k), O)
@@ -378,6 +428,8 @@ def step(P, o, m, l, q, n, first, j0, masked, rings, call, C: gl.constexpr, O: g
     S = cap(S, call, O)
     if O.MASKED and masked:
         S = mask(S, first, j0, call, O)
+    if O.BLOCKS and tile >= 0:
+        S = bits_mask(S, bits, tile, j0, C)
     P_next, m, l, alpha = softmax(S, m, l, call, O.MASKED, O)
     stay_before(l)
     o = warpgroup_mma_wait(0, [o])
@@ -388,7 +440,16 @@ def step(P, o, m, l, q, n, first, j0, masked, rings, call, C: gl.constexpr, O: g
 
 
 @gluon.jit
-def consumer(o_desc, o_buffers, lse, sink, rings, call, C: gl.constexpr, O: gl.constexpr):
+def of_rows_in_use(o, L, end):
+    """(O, lse) with 0 and -inf in rows from `end` on, where Q may have been NaN."""
+    used = gl.arange(0, PIECE, L.type.layout) < end
+    L = gl.where(used, L, -INF)
+    used = gl.convert_layout(used, gl.SliceLayout(1, o.type.layout), assert_trivial=True)
+    return gl.where(used[:, None], o, 0.0), L
+
+
+@gluon.jit
+def consumer(o_desc, o_buffers, lse, sink, bits, rings, call, C: gl.constexpr, O: gl.constexpr):
     """One warpgroup: rows [64 C, 64 C + 64) of each tile.
 
     Of a tile's blocks the other consumers may see some that this one does not: those it hands back as they come, and
@@ -409,7 +470,8 @@ def consumer(o_desc, o_buffers, lse, sink, rings, call, C: gl.constexpr, O: gl.c
         first = row * O.ROWS + PIECE * C
         b = number(message, 1)
         h = number(message, 2)
-        if O.BANDED:
+        own, q_start, q_span = sequence_in(message, call, O)
+        if O.TOLD:
             above, lo, hi, below, free_lo, free_hi, half = walk_of(message, C)
         else:
             tile_lo, tile_hi = call.blocks(first, PIECE, O)
@@ -433,20 +495,19 @@ def consumer(o_desc, o_buffers, lse, sink, rings, call, C: gl.constexpr, O: gl.c
             rings.q.release(item)
         o = gl.zeros([PIECE, V_WIDTH], gl.float32, o_layout)
         hi -= 1
-        masked = (hi < free_lo) | (hi >= free_hi)
+        block = block_at(n, hi, free_lo, free_hi, rings, O)
         if O.HALF and half > 0:
-            P_half, m, l = first_step(q, n, first, hi * O.KEYS, masked, above, rings, call, O.KEYS // 2, O)
+            P_half, m, l = first_step(q, n, first, block, bits, above, rings, own, O.KEYS // 2, C, O)
             hi -= 1
             n += 1
-            masked = (hi < free_lo) | (hi >= free_hi)
-            P, o, m, l = step(P_half, o, m, l, q, n, first, hi * O.KEYS, masked, rings, call, C, O)
+            block = block_at(n, hi, free_lo, free_hi, rings, O)
+            P, o, m, l = step(P_half, o, m, l, q, n, first, block, bits, rings, own, C, O)
         else:
-            P, m, l = first_step(q, n, first, hi * O.KEYS, masked, above, rings, call, O.KEYS, O)
+            P, m, l = first_step(q, n, first, block, bits, above, rings, own, O.KEYS, C, O)
         n += 1
         for j in range(hi - lo):
-            block = hi - 1 - j
-            masked = (block < free_lo) | (block >= free_hi)
-            P, o, m, l = step(P, o, m, l, q, n, first, block * O.KEYS, masked, rings, call, C, O)
+            block = block_at(n, hi - 1 - j, free_lo, free_hi, rings, O)
+            P, o, m, l = step(P, o, m, l, q, n, first, block, bits, rings, own, C, O)
             n += 1
         if not O.O_IN_Q and not O.Q_IN_REGISTERS:
             rings.q.release(item)
@@ -469,9 +530,15 @@ def consumer(o_desc, o_buffers, lse, sink, rings, call, C: gl.constexpr, O: gl.c
         else:
             buffer = o_buffers.index(C)
             wait_for_stores()
-        store_by_tma((o * factor[:, None]).to(dtype), buffer, o_desc, [b, h, first, 0])
+        o *= factor[:, None]
+        if O.VARIED:
+            o, L = of_rows_in_use(o, L, own.q_len - first)
+        if O.PACKED:
+            store_by_tma(o.to(dtype), buffer, o_desc, clipped(q_start, q_span, h, first))
+        else:
+            store_by_tma(o.to(dtype), buffer, o_desc, [b, h, first, 0])
         at = first + gl.arange(0, PIECE, gl.SliceLayout(1, s_layout))
-        gl.store(lse + (b.to(gl.int64) * call.heads + h) * call.q_len + at, L, mask=at < call.q_len)
+        gl.store(lse + (b.to(gl.int64) * call.heads + h) * call.q_len + q_start + at, L, mask=at < q_span)
         if O.O_IN_Q:
             wait_for_stores()
             rings.q.release(item)
@@ -481,43 +548,63 @@ def consumer(o_desc, o_buffers, lse, sink, rings, call, C: gl.constexpr, O: gl.c
     wait_for_stores()
 
 
+@gluon.constexpr_function
+def stacked(n, block):
+    """The shape of n buffers of a block."""
+    return [n, *block]
+
+
 @gluon.jit(
     do_not_specialize=[
         "q_len", "k_len", "diagonal", "left", "right", "scale", "softcap", "heads", "group", "tiles", "together", "total",
+        "batch", "v_apart", "blocks_b", "blocks_h", "blocks_n", "blocks_m", "base", "i0", "j0",
     ]
 )  # fmt: skip
 def forward_kernel(
-    o, q, k, v, lse, sink, counter,
-    q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total, O: gl.constexpr,
+    o, q, k, v, lse, sink, counter, cu_q, cu_k, q_lens, k_lens, full_count, full, mixed_count, mixed, mixed_bits, bits,
+    q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total, batch, v_apart,
+    blocks_b, blocks_h, blocks_n, blocks_m, base, i0, j0, O: gl.constexpr,
 ):  # fmt: skip
     """o, q, k, v: TMA descriptors of (B, H, S, D) in blocks of 64 rows (o, q) or KEYS; lse (B, Hq, Sq), contiguous.
 
-    sink: (Hq,) or None. counter: one int32, 0 before the launch and after it.
+    Packed: q and k of (1, H, T, D), o and v `tensors.ragged`, v with k_lens too; lse (Hq, T), q_len and k_len are T.
+    sink: (Hq,) or None. counter: one int32, 0 before the launch and after it. v_apart: rows of V between sequences.
+    full_count ... bits: a BlockMask's query-major lists and its pool, or None; blocks_*: their strides; base: where
+    (b, h) = 0 is among their rows.
     """
     CONSUMERS: gl.constexpr = O.ROWS // PIECE
-    tile_buffers = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_buffers = gl.allocate_shared_memory(q.dtype, [O.QUERIES * CONSUMERS, 1, 1, PIECE, O.WIDTH], q.layout)
-    k_buffers = gl.allocate_shared_memory(k.dtype, [O.STAGES, 1, 1, O.KEYS, O.WIDTH], k.layout)
-    v_buffers = gl.allocate_shared_memory(v.dtype, [O.STAGES, 1, 1, O.KEYS, O.V_WIDTH], v.layout)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tile_buffers = gl.allocate_shared_memory(gl.int32, [2, 32], plain)
+    q_buffers = gl.allocate_shared_memory(q.dtype, stacked(O.QUERIES * CONSUMERS, q.block_shape), q.layout)
+    k_buffers = gl.allocate_shared_memory(k.dtype, stacked(O.STAGES, k.block_shape), k.layout)
+    v_buffers = gl.allocate_shared_memory(v.dtype, stacked(O.STAGES, v.block_shape), v.layout)
     o_buffers = q_buffers
     if not O.O_IN_Q:
-        o_buffers = gl.allocate_shared_memory(o.dtype, [CONSUMERS, 1, 1, PIECE, O.V_WIDTH], o.layout)
+        o_buffers = gl.allocate_shared_memory(o.dtype, stacked(CONSUMERS, o.block_shape), o.layout)
+    tile_ring = ring_of(tile_buffers, CONSUMERS)
+    block_ring = tile_ring
+    if O.BLOCKS:
+        block_ring = ring_of(gl.allocate_shared_memory(gl.int32, [4, 2], plain), CONSUMERS)
     rings = Rings(
-        ring_of(tile_buffers, CONSUMERS), ring_of(q_buffers, 1), ring_of(k_buffers, CONSUMERS), ring_of(v_buffers, CONSUMERS)
+        tile_ring, ring_of(q_buffers, 1), ring_of(k_buffers, CONSUMERS), ring_of(v_buffers, CONSUMERS), block_ring
     )  # fmt: skip
     fence_async_shared()
     call = Call(q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total)
+    lengths = (cu_q, cu_k, q_lens, k_lens, batch, v_apart)
+    lists = (
+        full_count, full, mixed_count, mixed, mixed_bits, batch, blocks_b, blocks_h, blocks_n, blocks_m, base, i0, j0,
+    )  # fmt: skip
     # Arguments that are compile-time constants stay that only in tuples written in the call.
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consumer, (o, o_buffers, lse, sink, rings, call, 0, O)),
-            (consumer, (o, o_buffers, lse, sink, rings, call, 1, O)),
-            (producer, (q, k, v, counter, rings, call, O)),
+            (consumer, (o, o_buffers, lse, sink, bits, rings, call, 0, O)),
+            (consumer, (o, o_buffers, lse, sink, bits, rings, call, 1, O)),
+            (producer, (q, k, v, counter, lengths, lists, rings, call, O)),
         ], [4, 1], [O.CONSUMER_REGISTERS, O.PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (o, o_buffers, lse, sink, rings, call, 0, O)),
-            (consumer, (o, o_buffers, lse, sink, rings, call, 1, O)),
-            (consumer, (o, o_buffers, lse, sink, rings, call, 2, O)),
-            (producer, (q, k, v, counter, rings, call, O)),
+            (consumer, (o, o_buffers, lse, sink, bits, rings, call, 0, O)),
+            (consumer, (o, o_buffers, lse, sink, bits, rings, call, 1, O)),
+            (consumer, (o, o_buffers, lse, sink, bits, rings, call, 2, O)),
+            (producer, (q, k, v, counter, lengths, lists, rings, call, O)),
         ], [4, 4, 1], [O.CONSUMER_REGISTERS, O.CONSUMER_REGISTERS, O.PRODUCER_REGISTERS])  # fmt: skip
