@@ -20,8 +20,7 @@ from tilewise.kernels.hopper import backward, pipeline
 MASK = ("query_range", "mask_free_queries", "key_range", "tile_of")
 WALK = ("which_keys", "query_blocks")
 CALLS = {  # what functions of the kernel call, of its own ones
-    "producer": WALK, "consumer": (*WALK, "free_queries", "shares_of_head", "step"),
-    "adder": (*WALK, "shares_of_head", "turn_of"), "step": ("half_of_dq",),
+    "producer": WALK, "consumer": (*WALK, "free_queries", "step"), "adder": (*WALK, "turn_of"), "step": ("half_of_dq",),
 }  # fmt: skip
 
 
@@ -30,6 +29,7 @@ class Memory(Anything):
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.shape = (16, 256)  # of a share of dQ; of others nobody asks
         self.holds: dict[Any, Any] = {}
 
     def slice(self, start: int, _: int, dim: int) -> Any:
@@ -107,30 +107,27 @@ class BackwardBlock:
         self.in_flight: dict[str, list[tuple[Product, list[Memory]]]] = defaultdict(list)
         self.leaving: dict[str, list[Memory]] = defaultdict(list)  # by TMA
         self.at_barrier = self.met = 0
-        k, v, q = (self.ring(*sizes) for sizes in (("k", 2, 2), ("v", 2, 1), ("q", options.STAGES, 2)))
+        sizes = ("k", 2, 2), ("v", 2, 1), ("q", options.STAGES, 2), ("dQ", 2 * options.PLACES, 1)
+        k, v, q, dq = (self.ring(*x) for x in sizes)
         do, rows = (Buffers([Memory(name) for _ in range(options.STAGES)]) for name in ("do", "statistics"))
-        self.rings = SimpleNamespace(k=k, v=v, q=q, do=do, statistics=rows, BYTES=3)
-        self.ds, self.dq = (Buffers([Memory(name) for _ in range(n)]) for name, n in (("dS", 4), ("dQ", 2)))
-        self.shares = self.ring("dQ", 2, 1)
+        self.rings = SimpleNamespace(k=k, v=v, q=q, dq=dq, do=do, statistics=rows, BYTES=3)
+        self.ds = Buffers([Memory("dS") for _ in range(4)])
 
     def partitions(self) -> dict[str, Callable[[], None]]:
         consume, produce, add = (self.rewired(f) for f in (backward.consumer, backward.producer, backward.adder))
-        shares = self.shares if self.O.ORDERED else self.dq
 
         def consumer(c: int) -> Callable[[], None]:
-            return lambda: consume("dk", "dv", "dq", self.ds, shares, self.rings, self.call, c, self.O)
+            return lambda: consume("dk", "dv", self.ds, self.rings, self.call, c, self.O)
 
         def adder(c: int) -> Callable[[], None]:
-            return lambda: add("dq", 0, shares, self.call, c, self.O)
+            return lambda: add("dq", 0, self.rings, self.call, c, self.O)
 
-        partitions = {str(c): consumer(c) for c in (0, 1)}
-        if self.O.ORDERED:
-            partitions |= {f"{c} adds": adder(c) for c in (0, 1)}
+        partitions = {str(c): consumer(c) for c in (0, 1)} | {f"{c} adds": adder(c) for c in (0, 1)}
         partitions["producer"] = lambda: produce("q", "k", "v", "do", "rows", self.rings, self.call, self.O)
         return partitions
 
     def check_end(self) -> None:
-        for ring in (self.rings.q, self.shares):
+        for ring in (self.rings.q, self.rings.dq):
             for full, empty in zip(ring.full, ring.empty, strict=True):
                 assert full.phase == empty.phase, "what was committed was not released"
         assert not self.at_barrier
@@ -156,7 +153,7 @@ class BackwardBlock:
             "gl": language, "mbarrier": self, "tma_load": self.tma_load, "PIECE": 64, "KEYS": 128, "LN2": 1.0,
             "matrix": lambda memory: memory, "queries": self.queries, "begin_with": lambda row: row,
             "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.finish, "score_gradient": self.score_gradient,
-            "put_share": self.put_share, "add_to_dq": self.add_to_dq, "await_turn": self.await_turn,
+            "put_share": self.put_share, "tma_add": self.tma_add, "await_turn": self.await_turn,
             "end_turn": self.end_turn, "meet": self.meet, "wait_for_stores": self.wait_for_stores,
             "store_by_tma": self.store, "fence_async_shared": lambda: None,
         }  # fmt: skip
@@ -243,8 +240,8 @@ class BackwardBlock:
         ((head, i0),) = blocks
         self.write(memory, "dq", (int(self.me), head, min(keys), i0))
 
-    def add_to_dq(self, _: str, share: int, memory: Memory) -> None:
-        add = memory.holds["dq"]
+    def tma_add(self, _: str, at: list[int], memory: Memory) -> None:
+        share, add = at[0] // memory.shape[0], memory.holds["dq"]
         if self.O.ORDERED:
             assert share not in self.device.adding, "an add of another tile is on its way"
             self.device.adding[share] = add

@@ -69,10 +69,9 @@ EVERY = [
     for kind in KINDS
     for deterministic in (False, True)
 ]
-# Bytes, by columns and softcap. With 64 columns and a Band 88 with Triton 3.6, outside the loop over queries; up to 284
-# with newer ones, whose ptxas reloads a few in it, as it does with a softcap.
-SPILLS = {(64, False): 320, (64, True): 2048, (128, False): 16, (128, True): 1024}
-SPILLS_ORDERED = 160  # more, outside that loop; most of them with Triton 3.9
+# Bytes, by columns and softcap, most of them with Triton 3.9, outside the loop over queries. With 64 columns the ptxas of 3.7
+# and later reloads a few in it, as each does with a softcap.
+SPILLS = {(64, False): 480, (64, True): 2208, (128, False): 176, (128, True): 1184}
 
 
 def recorded(problem: Problem, dlse: bool = False) -> list[Any]:
@@ -115,7 +114,7 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str, deterministic: bool
         assert len(re.findall(r"STG\.E\.128", listing)) >= 4
     taken = resources(binary)
     wide = config.width(max(d, v_dim))
-    assert taken.spilled <= SPILLS[wide, problem.softcap > 0] + SPILLS_ORDERED * deterministic
+    assert taken.spilled <= SPILLS[wide, problem.softcap > 0]
     assert not taken.unwritten, "ptxas left out an instruction"
     bytes_of_tiles = config.backward_shared_bytes(config.BACKWARD[wide], wide)
     assert bytes_of_tiles < taken.shared <= min(bytes_of_tiles + 1024, config.SHARED)
@@ -197,7 +196,8 @@ def test_partitions_take_every_pair_once_and_never_wait_for_ever(seed: int) -> N
     group, batch, wide = r.choice((1, 2, 3)), r.choice((1, 2)), r.choice(list(config.BACKWARD))
     problem = problem_of(wide, band=band, q_len=q_len, k_len=k_len, heads=2 * group, kv_heads=2, batch=batch)
     options = SimpleNamespace(
-        WIDTH=wide, ROWS=config.BACKWARD[wide].rows, STAGES=r.choice((1, 2, 3)), SOFTCAP=False, ORDERED=ordered
+        WIDTH=wide, ROWS=config.BACKWARD[wide].rows, STAGES=r.choice((1, 2, 3)), SOFTCAP=False, ORDERED=ordered,
+        PLACES=r.choice((1, 2)),
     )  # fmt: skip
     tiles = -(-k_len // config.BACKWARD_KEYS)
     left, right = band.bounds

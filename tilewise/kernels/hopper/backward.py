@@ -8,9 +8,9 @@
 
 A consumer warpgroup owns 64 of the keys. S and dP are made transposed, so that P^T and dS^T lie in registers as the first
 operands of dV and dK. Only dQ sums over the keys of both consumers: dS^T goes through shared memory, and each consumer
-makes half of dQ's block, which TMA adds to an fp32 accumulator in global memory in whatever order programs come by. The
-accumulator's elements lie there as they lie in registers, so that nothing is moved between threads on the way. ORDERED,
-programs take turns at it, and dQ has the same bits each time, too: two more warps (`adder`) do that beside the consumers.
+makes half of dQ's block, which a warp beside it (`adder`) has TMA add to an fp32 accumulator in global memory. The
+accumulator's elements lie there as they lie in registers, so that nothing is moved between threads on the way. Programs add
+in whatever order they come by; ORDERED, they take turns at it, and dQ has the same bits each time, too.
 
 Source: FlashAttention-3 (Shah et al., 2024), section 3 and appendix B.1.
 """
@@ -50,21 +50,24 @@ mask_free_queries = gluon.jit(arithmetic.mask_free_queries)
 class Rings:
     """What the producer hands the consumers. Items 0 and 1 of k and v are the consumers' pieces; they stay.
 
-    An item of q is a block of queries: Q, and in the same place of the other two dO and (-L, -delta).
+    An item of q is a block of queries: Q, and in the same place of the other two dO and (-L, -delta). Of dq, which goes from
+    the consumers to their adders, item 2 n + c is consumer c's share of block n's.
     """
 
     k: Ring
     v: Ring
     q: Ring
+    dq: Ring
     do: gl.shared_memory_descriptor  # (STAGES, 1, 1, ROWS, WIDTH)
     statistics: gl.shared_memory_descriptor  # (STAGES, 2, 1, ROWS)
     BYTES: gl.constexpr  # of an item
 
     @gluon.constexpr_function
-    def __init__(self, k, v, q, do, statistics, BYTES):
+    def __init__(self, k, v, q, dq, do, statistics, BYTES):
         self.k = k
         self.v = v
         self.q = q
+        self.dq = dq
         self.do = do
         self.statistics = statistics
         self.BYTES = gl.constexpr(BYTES)
@@ -210,20 +213,7 @@ def put_share(dq, buffer):
     fence_async_shared()
 
 
-@gluon.jit
-def add_to_dq(dq_desc, share, buffer):
-    """Add it to the accumulator, by TMA and without waiting for it."""
-    tma_add(dq_desc, [share * buffer.shape[0], 0], buffer)
-
-
-@gluon.jit
-def shares_of_head(call, O: gl.constexpr):
-    """How many shares a head's dQ has. Those of block n are 2 n, of consumer 0, and 2 n + 1."""
-    SHARES: gl.constexpr = O.WIDTH // PIECE  # of 64 queries
-    return (call.q_len + KEYS - 1) // KEYS * (KEYS // PIECE * SHARES)
-
-
-# ---- adding in turn --------------------------------------------------------------------------------------------------
+# ---- the adders ------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -239,25 +229,28 @@ def turn_of(first, block, call, O: gl.constexpr):
 
 
 @gluon.jit
-def adder(dq_desc, turns, shares, call, C: gl.constexpr, O: gl.constexpr):
-    """One warp: adds consumer C's shares, each when its turn has come, by a count of adds that each share has in memory.
+def adder(dq_desc, turns, rings, call, C: gl.constexpr, O: gl.constexpr):
+    """One warp: adds consumer C's shares to the accumulator; ordered, each when its turn has come.
 
-    The turn ends when the sum is in memory: the next tile's add may come from another SM.
+    turns: how many adds each share has in memory. A turn ends when its sum is there, for the next may be of another SM.
     """
+    SHARES: gl.constexpr = O.WIDTH // PIECE  # of 64 queries' dQ
     first, b, kv = which_keys(call, O)
     lo, hi = query_blocks(first, call, O.ROWS)
-    a_head = shares_of_head(call, O)
+    a_head = (call.q_len + KEYS - 1) // KEYS * (KEYS // PIECE * SHARES)
     n = 0  # blocks added
     for member in range(call.group):
         head_share = (b * call.heads + kv * call.group + member) * a_head + C
         for block in range(lo, hi):
             share = head_share + 2 * block
-            await_turn(turns + share, turn_of(first, block, call, O))  # mostly it has come before the share
-            buffer = shares.wait(2 * n + C)
-            add_to_dq(dq_desc, share, buffer)
+            if O.ORDERED:
+                await_turn(turns + share, turn_of(first, block, call, O))  # mostly it has come before the share
+            buffer = rings.dq.wait(2 * n + C)
+            tma_add(dq_desc, [share * buffer.shape[0], 0], buffer)
             wait_for_stores()
-            shares.release(2 * n + C)
-            end_turn(turns + share)
+            rings.dq.release(2 * n + C)
+            if O.ORDERED:
+                end_turn(turns + share)
             n += 1
 
 
@@ -265,8 +258,7 @@ def adder(dq_desc, turns, shares, call, C: gl.constexpr, O: gl.constexpr):
 
 
 @gluon.jit
-def step(dk, dv, n, first, i0, free_lo, free_hi, share, rings, ds_buffers, shares, dq_desc, call,
-         C: gl.constexpr, O: gl.constexpr):  # fmt: skip
+def step(dk, dv, n, first, i0, free_lo, free_hi, rings, ds_buffers, call, C: gl.constexpr, O: gl.constexpr):
     """(dK, dV) with block n of the queries taken in, and its dQ sent off.
 
     Of 128 queries both halves' S and dP are in flight from the start: the tensor cores have the second's to do during the
@@ -316,8 +308,6 @@ def step(dk, dv, n, first, i0, free_lo, free_hi, share, rings, ds_buffers, share
         dS2 = gl.convert_layout(dS2, operand)
         dv = warpgroup_mma(P2, do2, dv, is_async=True)
     fence_async_shared()
-    if not O.ORDERED:
-        wait_for_stores()  # the dQ before has left its buffer
     meet()  # dS of both is there; and both have read the one before the last, whose place is the next one's
     dq = half_of_dq(ds_buffers, dS_at, rings.k.buffers, zero, C, O)
     if TWO:
@@ -325,12 +315,8 @@ def step(dk, dv, n, first, i0, free_lo, free_hi, share, rings, ds_buffers, share
     else:
         dk = warpgroup_mma(dS, q, dk, is_async=True)
     dq = warpgroup_mma_wait(1, [dq])
-    if O.ORDERED:
-        put_share(dq, shares.acquire(2 * n + C))
-        shares.commit(2 * n + C)
-    else:
-        put_share(dq, shares.index(C))
-        add_to_dq(dq_desc, share, shares.index(C))
+    put_share(dq, rings.dq.acquire(2 * n + C))
+    rings.dq.commit(2 * n + C)
     if TWO:
         dk, dv, P, dS, P2, dS2 = warpgroup_mma_wait(0, [dk, dv, P, dS, P2, dS2])
     else:
@@ -340,11 +326,8 @@ def step(dk, dv, n, first, i0, free_lo, free_hi, share, rings, ds_buffers, share
 
 
 @gluon.jit
-def consumer(dk_desc, dv_desc, dq_desc, ds_buffers, shares, rings, call, C: gl.constexpr, O: gl.constexpr):
-    """One warpgroup: keys [64 C, 64 C + 64) of the tile, and a half of each block's dQ.
-
-    shares: buffers of dQ, one of each consumer. Ordered, a Ring of them: item 2 n + C is of block n.
-    """
+def consumer(dk_desc, dv_desc, ds_buffers, rings, call, C: gl.constexpr, O: gl.constexpr):
+    """One warpgroup: keys [64 C, 64 C + 64) of the tile, and a half of each block's dQ."""
     dtype: gl.constexpr = rings.q.buffers.dtype
     WIDTH: gl.constexpr = O.WIDTH
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.WIDTH, 16])
@@ -352,19 +335,15 @@ def consumer(dk_desc, dv_desc, dq_desc, ds_buffers, shares, rings, call, C: gl.c
     first = tile + PIECE * C
     lo, hi = query_blocks(tile, call, O.ROWS)
     free_lo, free_hi = free_queries(first, call)
-    a_head = shares_of_head(call, O)
     dk = gl.zeros([PIECE, WIDTH], gl.float32, layout)
     dv = gl.zeros([PIECE, WIDTH], gl.float32, layout)
     for c in gl.static_range(2):
         rings.k.wait(c)
     rings.v.wait(C)
     n = 0  # blocks taken
-    for member in range(call.group):
-        head_share = (b * call.heads + kv * call.group + member) * a_head + C
+    for _ in range(call.group):
         for block in range(lo, hi):
-            dk, dv = step(
-                dk, dv, n, first, block * O.ROWS, free_lo, free_hi, head_share + 2 * block, rings, ds_buffers, shares, dq_desc, call, C, O
-            )  # fmt: skip
+            dk, dv = step(dk, dv, n, first, block * O.ROWS, free_lo, free_hi, rings, ds_buffers, call, C, O)
             n += 1
     store_by_tma(dv.to(dtype), rings.v.buffers.index(C), dv_desc, [b, kv, first, 0])
     meet()  # both have read K
@@ -392,27 +371,21 @@ def backward_kernel(
     v_buffers = gl.allocate_shared_memory(q.dtype, [2, 1, 1, PIECE, O.WIDTH], v.layout)
     dS_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PIECE, O.ROWS], q.dtype)
     ds_buffers = gl.allocate_shared_memory(q.dtype, [4, PIECE, O.ROWS], dS_layout)  # two of each consumer
-    dq_buffers = gl.allocate_shared_memory(gl.float32, [2, PIECE * PIECE // 256, 256], dq.layout)
+    dq_buffers = gl.allocate_shared_memory(gl.float32, [2 * O.PLACES, PIECE * PIECE // 256, 256], dq.layout)
     BYTES: gl.constexpr = 2 * O.ROWS * (2 * O.WIDTH + 4)
-    rings = Rings(ring_of(k_buffers, 2), ring_of(v_buffers, 1), ring_of(q_buffers, 2), do_buffers, of_rows, BYTES)
+    rings = Rings(
+        ring_of(k_buffers, 2), ring_of(v_buffers, 1), ring_of(q_buffers, 2), ring_of(dq_buffers, 1), do_buffers, of_rows,
+        BYTES,
+    )  # fmt: skip
     fence_async_shared()
     call = Call(q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total)
-    if O.ORDERED:
-        shares = ring_of(dq_buffers, 1)
-        fence_async_shared()
-        gl.warp_specialize([
-            (consumer, (dk, dv, dq, ds_buffers, shares, rings, call, 0, O)),
-            (consumer, (dk, dv, dq, ds_buffers, shares, rings, call, 1, O)),
-            (producer, (q, k, v, do, statistics, rings, call, O)),
-            (adder, (dq, turns, shares, call, 0, O)),
-            (adder, (dq, turns, shares, call, 1, O)),
-        ], [4, 1, 1, 1], [O.CONSUMER_REGISTERS, O.PRODUCER_REGISTERS, O.PRODUCER_REGISTERS, O.PRODUCER_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consumer, (dk, dv, dq, ds_buffers, dq_buffers, rings, call, 0, O)),
-            (consumer, (dk, dv, dq, ds_buffers, dq_buffers, rings, call, 1, O)),
-            (producer, (q, k, v, do, statistics, rings, call, O)),
-        ], [4, 1], [O.CONSUMER_REGISTERS, O.PRODUCER_REGISTERS])  # fmt: skip
+    gl.warp_specialize([
+        (consumer, (dk, dv, ds_buffers, rings, call, 0, O)),
+        (consumer, (dk, dv, ds_buffers, rings, call, 1, O)),
+        (producer, (q, k, v, do, statistics, rings, call, O)),
+        (adder, (dq, turns, rings, call, 0, O)),
+        (adder, (dq, turns, rings, call, 1, O)),
+    ], [4, 1, 1, 1], [O.CONSUMER_REGISTERS, O.PRODUCER_REGISTERS, O.PRODUCER_REGISTERS, O.PRODUCER_REGISTERS])  # fmt: skip
 
 
 # ---- before and after ------------------------------------------------------------------------------------------------

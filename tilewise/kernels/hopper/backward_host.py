@@ -100,6 +100,7 @@ class Options:
     WIDTH: int  # columns of all tiles
     ROWS: int
     STAGES: int
+    PLACES: int  # for each consumer's share of dQ
     LEFT: bool  # the Band is bounded on this side
     MASKED: bool  # blocks may need the mask
     SOFTCAP: bool
@@ -111,7 +112,7 @@ class Options:
     def of(cls, problem: Problem, cfg: Backward, wide: int) -> Options:
         consumer_registers, producer_registers = cfg.registers
         return cls(
-            WIDTH=wide, ROWS=cfg.rows, STAGES=cfg.stages, LEFT=problem.band.left is not None,
+            WIDTH=wide, ROWS=cfg.rows, STAGES=cfg.stages, PLACES=cfg.places, LEFT=problem.band.left is not None,
             MASKED=not problem.band.is_full or problem.k_len % BACKWARD_KEYS > 0, SOFTCAP=problem.softcap > 0,
             ORDERED=problem.deterministic, CONSUMER_REGISTERS=consumer_registers, PRODUCER_REGISTERS=producer_registers,
         )  # fmt: skip
