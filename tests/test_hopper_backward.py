@@ -69,8 +69,8 @@ EVERY = [
     for kind in KINDS
     for deterministic in (False, True)
 ]
-# Bytes, by columns and softcap, most of them with Triton 3.9, outside the loop over queries. With 64 columns the ptxas of 3.7
-# and later reloads a few in it, as each does with a softcap.
+# Bytes, by columns and softcap, most of them with Triton 3.9, outside the loop over queries. With 64 columns ptxas of
+# Triton 3.7 and later reloads a few in it, as each does with a softcap.
 SPILLS = {(64, False): 480, (64, True): 2208, (128, False): 176, (128, True): 1184}
 
 
