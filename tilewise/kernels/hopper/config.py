@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from ...problem import Layout, Problem
 
 PIECE = 64  # rows of a consumer warpgroup
-WIDTHS = (64, 128, 256)  # columns of a tile: heads of another size are filled up with zeros by TMA
+WIDTHS = (64, 96, 128, 192, 256)  # columns of a tile: heads of another size are filled up with zeros by TMA
 KINDS = ("short", "long")
 LONG = 2048  # keys from which a problem is
 SHARED = 227 * 1024  # bytes that a block may take on sm90
+BARRIERS = 1280  # more bytes than barriers and numbers take
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,14 @@ class Config:
         return self.rows // PIECE
 
     def o_in_q(self, wide: int, v_wide: int) -> bool:
-        """O is stored through Q's place."""
-        return self.queries == 1 and wide == v_wide and not self.q_in_registers
+        """O is stored through Q's place: it has none of its own, or the next tile's Q would not wait for it."""
+        own = 2 * self.rows * v_wide
+        full = self.bytes_loaded(wide, v_wide) + own + BARRIERS > SHARED
+        return full and self.queries == 1 and wide >= v_wide and not self.q_in_registers
+
+    def bytes_loaded(self, wide: int, v_wide: int) -> int:
+        """Shared memory of Q, K and V."""
+        return 2 * (self.rows * wide * self.queries + self.stages * self.keys * (wide + v_wide))
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -59,27 +66,42 @@ class Row:
 # TFLOP/s on an H200, bf16, 16k tokens, Triton 3.6, 2026-11-30, five interleaved rounds of kernels alone. In a study that
 # these kernels come from blocks of 64 keys with 128 columns reached 550, and without P V in flight during the softmax 619 of
 # 672 were left; it chose the tiles.
-TABLE: dict[int, Row] = {
-    64: Row(
+TABLE: dict[tuple[int, int], Row] = {
+    (64, 64): Row(
         Config(192, 128, 2, 2, half=True),
         "full 529 at 2k, 557 at 16k; causal 439, 540. 128 rows: 473, 466; 410, 462; with whole blocks only causal 432, 527."
         " Short: full 411 at 512, 452 at 1k, causal 242, 341; 192 rows 395, 454, 213, 323; Q in shared memory 384, 433, 234, 334",
         short=Config(128, 128, 3, 1, half=True, q_in_registers=True),
     ),
-    128: Row(
+    (96, 96): Row(
+        Config(128, 128, 2, 1, half=True, q_in_registers=True), "not measured yet: as 128 columns"
+    ),
+    (128, 128): Row(
         Config(128, 128, 2, 1, half=True, q_in_registers=True),
         "full 557 at 512, 712 at 2k, 695 at 16k; causal 350, 617, 700. Two tiles of Q in shared memory: full 554, 702, 686; causal"
         " 343, 606, 693; those with whole blocks only causal 348, 607, 690",
     ),
-    256: Row(
+    (192, 128): Row(
+        Config(128, 128, 2, 1, half=True),
+        "not measured yet: FlashAttention-3's, with K and V of two blocks in shared memory and O in the place of Q",
+    ),
+    (192, 192): Row(
+        Config(128, 64, 3, 1), "not measured yet: of 128 keys there is no second stage",
+    ),
+    (256, 256): Row(
         Config(128, 64, 2, 1), "full 751 at 2k, 821 at 16k (another host); causal 654, 781",
     ),
 }  # fmt: skip
 
 
-def width(size: int) -> int:
+def width(size: int, widths: tuple[int, ...] = WIDTHS) -> int:
     """The columns of a tile of heads of this size."""
-    return next(wide for wide in WIDTHS if size <= wide)
+    return next(wide for wide in widths if size <= wide)
+
+
+def chunk(wide: int, *widths: int) -> int:
+    """Of a tile's columns those that one descriptor loads: all, or where some of the tiles are in parts, what divides each."""
+    return min(side & -side for side in (wide, *widths)) if any(side & side - 1 for side in (wide, *widths)) else wide
 
 
 def kind_of(problem: Problem) -> str:
@@ -91,18 +113,19 @@ def kind_of(problem: Problem) -> str:
 
 def choose(problem: Problem) -> Config:
     """The configuration of the forward."""
-    return TABLE[width(max(problem.qk_dim, problem.v_dim))].config(kind_of(problem))
+    fitting = (row for (wide, v_wide), row in TABLE.items() if problem.qk_dim <= wide and problem.v_dim <= v_wide)
+    return next(fitting).config(kind_of(problem))
 
 
 def shared_bytes(config: Config, wide: int, v_wide: int) -> int:
-    """Bytes of shared memory that a block takes, without its barriers and numbers (less than 1.25 KiB)."""
-    q = config.rows * wide * config.queries
-    o = 0 if config.o_in_q(wide, v_wide) else config.rows * v_wide
-    return 2 * (q + o + config.stages * config.keys * (wide + v_wide))
+    """Bytes of shared memory that a block takes, without its barriers and numbers."""
+    o = 0 if config.o_in_q(wide, v_wide) else 2 * config.rows * v_wide
+    return config.bytes_loaded(wide, v_wide) + o
 
 
 # ---- backward, dQ by TMA ---------------------------------------------------------------------------------------------
 
+BACKWARD_WIDTHS = (64, 128, 256)
 BACKWARD_KEYS = 128  # of a tile: a piece for each of two consumers
 
 
@@ -127,6 +150,11 @@ BACKWARD: dict[int, Backward] = {
         64, 2, "605 (574) full, 576 (518) causal at 4k; 627 (626) and 610 (605) at 16k; vector atomics for dQ cost 8 %",
     ),
 }  # fmt: skip
+
+
+def backward_width(size: int) -> int:
+    """The columns of a tile of heads of this size: all in one part."""
+    return width(size, BACKWARD_WIDTHS)
 
 
 def backward_shared_bytes(config: Backward, wide: int) -> int:
@@ -187,7 +215,7 @@ def is_split(problem: Problem) -> bool:
 
 def choose_split(problem: Problem) -> tuple[Kernel, Kernel]:
     """Of dq_kernel and dkdv_kernel."""
-    row = SPLIT[width(max(problem.qk_dim, problem.v_dim))]
+    row = SPLIT[backward_width(max(problem.qk_dim, problem.v_dim))]
     if problem.softcap == 0:
         return row.dq, row.dkdv
     # Its derivative takes as many registers as the scores: with 128 keys a thread spills 1 to 1.5 KB (d 128).

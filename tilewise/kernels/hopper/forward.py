@@ -27,9 +27,10 @@ from .pipeline import (
     pass_turn,
     put,
     ring_of,
+    seen_as,
     stay_before,
-    store_by_tma,
     take_turn,
+    tma_store,
     wait_for_stores,
 )  # fmt: skip
 from .walk import PIECE, TILE, WALK, Call, clipped, place_of, visit, way
@@ -190,26 +191,102 @@ def rows_of_v(place, kv, j0, O: gl.constexpr):
         return [place.b, kv, j0, 0]
 
 
-# ---- steps -----------------------------------------------------------------------------------------------------------
+# ---- parts -----------------------------------------------------------------------------------------------------------
+#
+# A tensor has 2^n columns, and a head of 96 or 192 has not: its tiles are tuples of parts, 64 + 32 and 128 + 64 columns, other
+# tiles tuples of one. In shared memory a part is some chunks side by side, which is how a swizzled matrix lies there.
+
+
+@gluon.constexpr_function
+def parts(width):
+    """(its first column, its columns) of each part: the powers of two that add up to the width."""
+    sides = [1 << n for n in reversed(range(width.bit_length())) if width >> n & 1]
+    return [(sum(sides[:n]), side) for n, side in enumerate(sides)]
+
+
+@gluon.jit
+def matrices(buffers, first, WIDTH: gl.constexpr):
+    """A tile's parts, (rows, columns) each, in shared memory: its chunks are the buffers from number `first` on."""
+    PARTS: gl.constexpr = parts(WIDTH)
+    ROWS: gl.constexpr = buffers.shape[-2]
+    CHUNK: gl.constexpr = buffers.shape[-1]
+    found = ()
+    for n in gl.static_range(len(PARTS)):
+        found += (seen_as(buffers.index(first + PARTS[n][0] // CHUNK), [ROWS, PARTS[n][1]]),)
+    return found
 
 
 @gluon.jit
 def matrix(buffer):
-    """A block of one head, (..., rows, columns) in shared memory, as (rows, columns)."""
+    """A tile of one part and one chunk, (..., rows, columns), as (rows, columns)."""
     ROWS: gl.constexpr = buffer.shape[len(buffer.shape) - 2]
     COLUMNS: gl.constexpr = buffer.shape[len(buffer.shape) - 1]
     return buffer.reshape([ROWS, COLUMNS])
 
 
 @gluon.jit
-def scores(q, k, O: gl.constexpr):
-    """S = Q K^T of a piece and a block of keys in shared memory; asynchronous."""
-    KEYS: gl.constexpr = k.shape[0]
+def for_each(f: gl.constexpr, tile, x):
+    """f(part, x) of the parts of a tile."""
+    found = ()
+    for n in gl.static_range(len(tile)):
+        found += (f(tile[n], x),)
+    return found
+
+
+@gluon.jit
+def read(part, layout):
+    return part.load(layout)
+
+
+@gluon.jit
+def zeros(WIDTH: gl.constexpr):
+    """O of a piece."""
+    PARTS: gl.constexpr = parts(WIDTH)
+    found = ()
+    for n in gl.static_range(len(PARTS)):
+        found += (zero(PARTS[n][1]),)
+    return found
+
+
+@gluon.jit
+def zero(COLUMNS: gl.constexpr):
+    return gl.zeros([PIECE, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def scores(q, k, KEYS: gl.constexpr, O: gl.constexpr):
+    """S = Q K^T of a piece and the first KEYS keys of a block, in parts of their columns; asynchronous."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    if O.Q_IN_REGISTERS:
-        q = gl.convert_layout(q, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
-    zero = gl.zeros([PIECE, KEYS], gl.float32, layout)
-    return warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
+    S = gl.zeros([PIECE, KEYS], gl.float32, layout)
+    for part in gl.static_range(len(q)):
+        q_part = q[part]
+        if O.Q_IN_REGISTERS:
+            q_part = gl.convert_layout(q_part, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
+        k_part = k[part].slice(0, KEYS, dim=0).permute([1, 0])
+        S = warpgroup_mma(q_part, k_part, S, use_acc=part > 0, is_async=True)
+    return S
+
+
+@gluon.jit
+def add_values(P, v, o):
+    """O += P V, of as many keys as P has; asynchronous."""
+    sums = ()
+    for part in gl.static_range(len(o)):
+        P = gl.convert_layout(P, gl.DotOperandLayout(0, o[part].type.layout, 2), assert_trivial=True)
+        sums += (warpgroup_mma(P, v[part].slice(0, P.shape[1], dim=0), o[part], is_async=True),)
+    return sums
+
+
+@gluon.jit
+def wait_for_values(o):
+    """O, once no matmul is in flight."""
+    if len(o) == 1:
+        return (warpgroup_mma_wait(0, o),)
+    else:
+        return warpgroup_mma_wait(0, o)
 
 
 @gluon.jit
@@ -387,12 +464,12 @@ def first_step(q, n, first, block, bits, above, rings, call, KEYS: gl.constexpr,
     j0, masked, tile = block
     dtype: gl.constexpr = rings.q.buffers.dtype
     m_layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.KEYS, 16]))
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.V_WIDTH, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, parts(O.V_WIDTH)[0][1], 16])
     l_layout: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [PIECE, 4]
     )
-    k = matrix(rings.k.wait(n))
-    S = scores(q, k.slice(0, KEYS, dim=0), O)
+    rings.k.wait(n)
+    S = scores(q, matrices(rings.k.buffers, rings.k.first(n), O.WIDTH), KEYS, O)
     S = warpgroup_mma_wait(0, [S])
     rings.k.release(n)
     if above > 0:
@@ -417,13 +494,13 @@ def step(P, o, m, l, q, n, first, block, bits, rings, call, C: gl.constexpr, O: 
     during the softmax of S."""
     CONSUMERS: gl.constexpr = O.ROWS // PIECE
     j0, masked, tile = block
-    k = rings.k.wait(n)
+    rings.k.wait(n)
     take_turn(C)
-    S = scores(q, matrix(k), O)
-    v = rings.v.wait(n - 1)
-    o = warpgroup_mma(P, matrix(v).slice(0, P.shape[1], dim=0), o, is_async=True)
+    S = scores(q, matrices(rings.k.buffers, rings.k.first(n), O.WIDTH), O.KEYS, O)
+    rings.v.wait(n - 1)
+    o = add_values(P, matrices(rings.v.buffers, rings.v.first(n - 1), O.V_WIDTH), o)
     pass_turn((C + 1) % CONSUMERS)
-    S = warpgroup_mma_wait(1, [S])
+    S = warpgroup_mma_wait(len(o), [S])
     rings.k.release(n)
     S = cap(S, call, O)
     if O.MASKED and masked:
@@ -432,20 +509,36 @@ def step(P, o, m, l, q, n, first, block, bits, rings, call, C: gl.constexpr, O: 
         S = bits_mask(S, bits, tile, j0, C)
     P_next, m, l, alpha = softmax(S, m, l, call, O.MASKED, O)
     stay_before(l)
-    o = warpgroup_mma_wait(0, [o])
+    o = wait_for_values(o)
     rings.v.release(n - 1)
     # Only now: the matmul in flight read P's registers.
     P = gl.convert_layout(P_next.to(rings.q.buffers.dtype), P.type.layout)
-    return P, rescale(o, alpha), m, l
+    return P, for_each(rescale, o, alpha), m, l
 
 
 @gluon.jit
-def of_rows_in_use(o, L, end):
-    """(O, lse) with 0 and -inf in rows from `end` on, where Q may have been NaN."""
-    used = gl.arange(0, PIECE, L.type.layout) < end
-    L = gl.where(used, L, -INF)
+def times(o, factor):
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout), assert_trivial=True)
+    return o * factor[:, None]
+
+
+@gluon.jit
+def where(o, used):
+    """O with 0 in other rows, where Q may have been NaN."""
     used = gl.convert_layout(used, gl.SliceLayout(1, o.type.layout), assert_trivial=True)
-    return gl.where(used[:, None], o, 0.0), L
+    return gl.where(used[:, None], o, 0.0)
+
+
+@gluon.jit
+def store(o, buffers, first, descriptor, at, O: gl.constexpr):
+    """O by TMA, which clips it at the tensor's end, through the buffers from number `first` on; without waiting for it."""
+    CHUNK: gl.constexpr = buffers.shape[-1]
+    tile = matrices(buffers, first, O.V_WIDTH)
+    for n in gl.static_range(len(o)):
+        tile[n].store(o[n].to(buffers.dtype))
+    fence_async_shared()
+    for chunk in gl.static_range(O.V_WIDTH // CHUNK):
+        tma_store(descriptor, at[:-1] + (at[-1] + chunk * CHUNK,), buffers.index(first + chunk))
 
 
 @gluon.jit
@@ -456,10 +549,7 @@ def consumer(o_desc, o_buffers, lse, sink, bits, rings, call, C: gl.constexpr, O
     hands the turn on for each, so that all take as many.
     """
     CONSUMERS: gl.constexpr = O.ROWS // PIECE
-    dtype: gl.constexpr = rings.q.buffers.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.KEYS, 16])
-    V_WIDTH: gl.constexpr = O.V_WIDTH
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_WIDTH, 16])
     if C == 0:
         pass_turn(0)
     t = 0
@@ -488,12 +578,12 @@ def consumer(o_desc, o_buffers, lse, sink, bits, rings, call, C: gl.constexpr, O
         # V of the last of them comes after K of the first own block: it is handed back when S of that has been made.
 
         item = t * CONSUMERS + C
-        q_buffer = rings.q.wait(item)
-        q = matrix(q_buffer)
+        rings.q.wait(item)
+        q = matrices(rings.q.buffers, rings.q.first(item), O.WIDTH)
         if O.Q_IN_REGISTERS:
-            q = q.load(gl.DotOperandLayout(0, s_layout, 2))
+            q = for_each(read, q, gl.DotOperandLayout(0, s_layout, 2))
             rings.q.release(item)
-        o = gl.zeros([PIECE, V_WIDTH], gl.float32, o_layout)
+        o = zeros(O.V_WIDTH)
         hi -= 1
         block = block_at(n, hi, free_lo, free_hi, rings, O)
         if O.HALF and half > 0:
@@ -511,10 +601,10 @@ def consumer(o_desc, o_buffers, lse, sink, bits, rings, call, C: gl.constexpr, O
             n += 1
         if not O.O_IN_Q and not O.Q_IN_REGISTERS:
             rings.q.release(item)
-        v = rings.v.wait(n - 1)
-        o = warpgroup_mma(P, matrix(v), o, is_async=True)
+        rings.v.wait(n - 1)
+        o = add_values(P, matrices(rings.v.buffers, rings.v.first(n - 1), O.V_WIDTH), o)
         l_row = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
-        o = warpgroup_mma_wait(0, [o])
+        o = wait_for_values(o)
         rings.v.release(n - 1)
         for _ in range(below):
             take_turn(C)
@@ -524,19 +614,20 @@ def consumer(o_desc, o_buffers, lse, sink, bits, rings, call, C: gl.constexpr, O
             n += 1
 
         factor, L = finalize(m, l_row, sink, h, O.SINK)
-        factor = gl.convert_layout(factor, gl.SliceLayout(1, o_layout), assert_trivial=True)
         if O.O_IN_Q:
-            buffer = q_buffer
+            place = rings.q.first(item)
         else:
-            buffer = o_buffers.index(C)
+            place = C * (O.V_WIDTH // o_buffers.shape[-1])
             wait_for_stores()
-        o *= factor[:, None]
+        o = for_each(times, o, factor)
         if O.VARIED:
-            o, L = of_rows_in_use(o, L, own.q_len - first)
+            used = gl.arange(0, PIECE, L.type.layout) < own.q_len - first
+            L = gl.where(used, L, -INF)
+            o = for_each(where, o, used)
         if O.PACKED:
-            store_by_tma(o.to(dtype), buffer, o_desc, clipped(q_start, q_span, h, first))
+            store(o, o_buffers, place, o_desc, clipped(q_start, q_span, h, first), O)
         else:
-            store_by_tma(o.to(dtype), buffer, o_desc, [b, h, first, 0])
+            store(o, o_buffers, place, o_desc, [b, h, first, 0], O)
         at = first + gl.arange(0, PIECE, gl.SliceLayout(1, s_layout))
         gl.store(lse + (b.to(gl.int64) * call.heads + h) * call.q_len + q_start + at, L, mask=at < q_span)
         if O.O_IN_Q:
@@ -575,18 +666,21 @@ def forward_kernel(
     CONSUMERS: gl.constexpr = O.ROWS // PIECE
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tile_buffers = gl.allocate_shared_memory(gl.int32, [2, 32], plain)
-    q_buffers = gl.allocate_shared_memory(q.dtype, stacked(O.QUERIES * CONSUMERS, q.block_shape), q.layout)
-    k_buffers = gl.allocate_shared_memory(k.dtype, stacked(O.STAGES, k.block_shape), k.layout)
-    v_buffers = gl.allocate_shared_memory(v.dtype, stacked(O.STAGES, v.block_shape), v.layout)
+    CHUNKS: gl.constexpr = O.WIDTH // q.block_shape[-1]
+    V_CHUNKS: gl.constexpr = O.V_WIDTH // v.block_shape[-1]
+    q_buffers = gl.allocate_shared_memory(q.dtype, stacked(O.QUERIES * CONSUMERS * CHUNKS, q.block_shape), q.layout)
+    k_buffers = gl.allocate_shared_memory(k.dtype, stacked(O.STAGES * CHUNKS, k.block_shape), k.layout)
+    v_buffers = gl.allocate_shared_memory(v.dtype, stacked(O.STAGES * V_CHUNKS, v.block_shape), v.layout)
     o_buffers = q_buffers
     if not O.O_IN_Q:
-        o_buffers = gl.allocate_shared_memory(o.dtype, stacked(CONSUMERS, o.block_shape), o.layout)
+        o_buffers = gl.allocate_shared_memory(o.dtype, stacked(CONSUMERS * V_CHUNKS, o.block_shape), o.layout)
     tile_ring = ring_of(tile_buffers, CONSUMERS)
     block_ring = tile_ring
     if O.BLOCKS:
         block_ring = ring_of(gl.allocate_shared_memory(gl.int32, [4, 2], plain), CONSUMERS)
     rings = Rings(
-        tile_ring, ring_of(q_buffers, 1), ring_of(k_buffers, CONSUMERS), ring_of(v_buffers, CONSUMERS), block_ring
+        tile_ring, ring_of(q_buffers, 1, CHUNKS), ring_of(k_buffers, CONSUMERS, CHUNKS),
+        ring_of(v_buffers, CONSUMERS, V_CHUNKS), block_ring,
     )  # fmt: skip
     fence_async_shared()
     call = Call(q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total)

@@ -15,7 +15,7 @@ import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.core import _aggregate as aggregate  # triton.aggregate, from 3.8 on
 
@@ -33,32 +33,49 @@ def _reduce_add(descriptor, at, buffer, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, at, buffer.handle)
 
 
+@builtin
+def seen_as(buffer, shape, _semantic=None):
+    """The memory from a swizzled buffer's beginning on, in another shape. Triton's method is `_reinterpret` or `reinterpret`."""
+    layout = gl.NVMMASharedLayout(buffer.layout.swizzle_byte_width, buffer.layout.element_bitwidth, rank=len(shape))
+    return _semantic.memdesc_reinterpret(buffer, buffer.dtype, [_unwrap_if_constexpr(side) for side in shape], layout)
+
+
 tma_add = getattr(tma, "async_atomic_add", None) or _reduce_add
 
 
 @aggregate
 class Ring:
-    """STAGES buffers of BYTES between one writer and READERS partitions; `full` and `empty` are their mbarriers."""
+    """Room for STAGES items of BYTES between one writer and READERS partitions; `full` and `empty` are its mbarriers.
 
-    buffers: gl.shared_memory_descriptor  # (STAGES, ...)
+    An item has CHUNKS buffers, one behind the other: each is some of a tile's columns.
+    """
+
+    buffers: gl.shared_memory_descriptor  # (STAGES * CHUNKS, ...)
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     STAGES: gl.constexpr
+    CHUNKS: gl.constexpr
     BYTES: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, buffers, full, empty, STAGES, BYTES):
+    def __init__(self, buffers, full, empty, STAGES, CHUNKS, BYTES):
         self.buffers = buffers
         self.full = full
         self.empty = empty
         self.STAGES = gl.constexpr(STAGES)
+        self.CHUNKS = gl.constexpr(CHUNKS)
         self.BYTES = gl.constexpr(BYTES)
+
+    @gluon.jit
+    def first(self, n):
+        """Which of the buffers is item n's first."""
+        return n % self.STAGES * self.CHUNKS
 
     @gluon.jit
     def acquire(self, n):
         """The writer: item n's buffer, once every reader has released the item that was in it."""
         mbarrier.wait(self.empty.index(n % self.STAGES), (n // self.STAGES & 1) ^ 1)
-        return self.buffers.index(n % self.STAGES)
+        return self.buffers.index(self.first(n))
 
     @gluon.jit
     def commit(self, n):
@@ -67,9 +84,11 @@ class Ring:
 
     @gluon.jit
     def load(self, n, descriptor, at):
-        """The writer: acquire, and a TMA load, which commits when its bytes (zeros outside the tensor) are there."""
+        """The writer: acquire, and TMA loads, which commit when their bytes (zeros outside the tensor) are there."""
         full = self.expect(n, self.BYTES)
-        tma_load(descriptor, at, full, self.buffers.index(n % self.STAGES))
+        for chunk in gl.static_range(self.CHUNKS):
+            column = at[-1] + chunk * self.buffers.shape[-1]
+            tma_load(descriptor, at[:-1] + (column,), full, self.buffers.index(self.first(n) + chunk))
 
     @gluon.jit
     def expect(self, n, BYTES: gl.constexpr):
@@ -83,7 +102,7 @@ class Ring:
     def wait(self, n):
         """A reader: item n's buffer, once it is committed."""
         mbarrier.wait(self.full.index(n % self.STAGES), n // self.STAGES & 1)
-        return self.buffers.index(n % self.STAGES)
+        return self.buffers.index(self.first(n))
 
     @gluon.jit
     def release(self, n):
@@ -98,15 +117,15 @@ class Ring:
 
 
 @gluon.jit
-def ring_of(buffers, READERS: gl.constexpr):
-    """A Ring of the buffers (STAGES, ...)."""
-    STAGES: gl.constexpr = buffers.shape[0]
+def ring_of(buffers, READERS: gl.constexpr, CHUNKS: gl.constexpr = 1):
+    """A Ring of the buffers (STAGES * CHUNKS, ...)."""
+    STAGES: gl.constexpr = buffers.shape[0] // CHUNKS
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=READERS)
-    return Ring(buffers, full, empty, STAGES, _bytes_of_one(buffers.dtype, buffers.shape))
+    return Ring(buffers, full, empty, STAGES, CHUNKS, CHUNKS * _bytes_of_one(buffers.dtype, buffers.shape))
 
 
 @gluon.constexpr_function
