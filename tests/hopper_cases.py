@@ -81,7 +81,8 @@ def array_case(row: dict[str, Any], n: int) -> Case:
     r = random.Random(f"{sorted(row.items(), key=repr)} {n}")
 
     def size(wide: int) -> int:
-        return wide if n == 0 else r.randrange(wide // 2 + 8, wide + 8, 8)
+        below = max(wide // 2, *(other for other in (0, *config.WIDTHS) if other < wide))
+        return wide if n == 0 else r.randrange(below + 8, wide + 8, 8)
 
     top = row["length"]
     k_len = r.choice((top, top + r.randint(1, 300))) if top == config.LONG else r.choice((1, 64, 129, 333, 700, top))

@@ -93,11 +93,12 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
     assert "registers" in said
     assert "wgmma" not in said, said  # ptxas reports when it makes them wait for each other
     assert "warning" not in said, said
+    wide, v_wide = config.backward_width(d), config.backward_width(v_dim)
     for name, kernel, binary in zip(("dq", "dkdv"), config.choose_split(problem), binaries, strict=True):
         taken = resources(binary)
-        assert taken.spilled <= SPILLS.get((name, config.backward_width(max(d, v_dim))), (0, 0))[kind == "dressed"], name
+        assert taken.spilled <= SPILLS.get((name, max(wide, v_wide)), (0, 0))[kind == "dressed"], name
         assert not taken.unwritten, "ptxas left out an instruction"
-        bytes_of_tiles = getattr(config, f"{name}_bytes")(kernel, config.backward_width(d), config.width(v_dim))
+        bytes_of_tiles = getattr(config, f"{name}_bytes")(kernel, wide, v_wide)
         assert bytes_of_tiles < taken.shared <= min(bytes_of_tiles + 2048, config.SHARED)
         listing = listing_of(binary)
         for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):

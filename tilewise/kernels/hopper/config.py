@@ -111,10 +111,14 @@ def kind_of(problem: Problem) -> str:
     return "long" if problem.k_len >= LONG else "short"
 
 
+def row_of(size: int, v_size: int) -> Row:
+    """The first one whose tiles such heads fit in."""
+    return next(row for (wide, v_wide), row in TABLE.items() if size <= wide and v_size <= v_wide)
+
+
 def choose(problem: Problem) -> Config:
     """The configuration of the forward."""
-    fitting = (row for (wide, v_wide), row in TABLE.items() if problem.qk_dim <= wide and problem.v_dim <= v_wide)
-    return next(fitting).config(kind_of(problem))
+    return row_of(problem.qk_dim, problem.v_dim).config(kind_of(problem))
 
 
 def shared_bytes(config: Config, wide: int, v_wide: int) -> int:

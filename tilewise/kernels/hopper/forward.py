@@ -193,56 +193,47 @@ def rows_of_v(place, kv, j0, O: gl.constexpr):
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
 #
-# A tensor has 2^n columns, and a head of 96 or 192 has not: its tiles are tuples of parts, 64 + 32 and 128 + 64 columns, other
-# tiles tuples of one. In shared memory a part is some chunks side by side, which is how a swizzled matrix lies there.
+# A tensor has 2^n columns, and a head of 96 or 192 has not. So a tile is a tuple of parts, 64 + 32 or 128 + 64 columns; others
+# are of one. TMA loads and stores it in chunks of columns (`config.chunk`): side by side they are what a part is in memory.
 
 
 @gluon.constexpr_function
 def parts(width):
-    """(its first column, its columns) of each part: the powers of two that add up to the width."""
+    """(first column, columns) of each part: the powers of two that add up to the width, the largest first."""
     sides = [1 << n for n in reversed(range(width.bit_length())) if width >> n & 1]
     return [(sum(sides[:n]), side) for n, side in enumerate(sides)]
 
 
 @gluon.jit
 def matrices(buffers, first, WIDTH: gl.constexpr):
-    """A tile's parts, (rows, columns) each, in shared memory: its chunks are the buffers from number `first` on."""
+    """The parts, (rows, columns) in shared memory, of a tile whose chunks are the buffers from number `first` on."""
     PARTS: gl.constexpr = parts(WIDTH)
     ROWS: gl.constexpr = buffers.shape[-2]
     CHUNK: gl.constexpr = buffers.shape[-1]
-    found = ()
+    found: gl.tuple = ()
     for n in gl.static_range(len(PARTS)):
         found += (seen_as(buffers.index(first + PARTS[n][0] // CHUNK), [ROWS, PARTS[n][1]]),)
     return found
 
 
 @gluon.jit
-def matrix(buffer):
-    """A tile of one part and one chunk, (..., rows, columns), as (rows, columns)."""
-    ROWS: gl.constexpr = buffer.shape[len(buffer.shape) - 2]
-    COLUMNS: gl.constexpr = buffer.shape[len(buffer.shape) - 1]
-    return buffer.reshape([ROWS, COLUMNS])
+def wait_for(ring, n):
+    """The parts of a Ring's item n, once it is committed."""
+    ring.wait(n)
+    return matrices(ring.buffers, ring.first(n), ring.CHUNKS * ring.buffers.shape[-1])
 
 
-@gluon.jit
-def for_each(f: gl.constexpr, tile, x):
-    """f(part, x) of the parts of a tile."""
-    found = ()
-    for n in gl.static_range(len(tile)):
-        found += (f(tile[n], x),)
-    return found
-
-
-@gluon.jit
-def read(part, layout):
-    return part.load(layout)
+@gluon.constexpr_function
+def accumulator(columns):
+    """The layout of a piece's sums."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
 def zeros(WIDTH: gl.constexpr):
     """O of a piece."""
     PARTS: gl.constexpr = parts(WIDTH)
-    found = ()
+    found: gl.tuple = ()
     for n in gl.static_range(len(PARTS)):
         found += (zero(PARTS[n][1]),)
     return found
@@ -250,7 +241,7 @@ def zeros(WIDTH: gl.constexpr):
 
 @gluon.jit
 def zero(COLUMNS: gl.constexpr):
-    return gl.zeros([PIECE, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
+    return gl.zeros([PIECE, COLUMNS], gl.float32, accumulator(COLUMNS))
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -258,31 +249,29 @@ def zero(COLUMNS: gl.constexpr):
 
 @gluon.jit
 def scores(q, k, KEYS: gl.constexpr, O: gl.constexpr):
-    """S = Q K^T of a piece and the first KEYS keys of a block, in parts of their columns; asynchronous."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    S = gl.zeros([PIECE, KEYS], gl.float32, layout)
-    for part in gl.static_range(len(q)):
-        q_part = q[part]
+    """S = Q K^T of a piece and the first KEYS keys of a block; asynchronous."""
+    S = zero(KEYS)
+    for n in gl.static_range(len(q)):
+        q_part = q[n]
         if O.Q_IN_REGISTERS:
-            q_part = gl.convert_layout(q_part, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
-        k_part = k[part].slice(0, KEYS, dim=0).permute([1, 0])
-        S = warpgroup_mma(q_part, k_part, S, use_acc=part > 0, is_async=True)
+            q_part = gl.convert_layout(q_part, gl.DotOperandLayout(0, accumulator(KEYS), 2), assert_trivial=True)
+        S = warpgroup_mma(q_part, k[n].slice(0, KEYS, dim=0).permute([1, 0]), S, use_acc=n > 0, is_async=True)
     return S
 
 
 @gluon.jit
 def add_values(P, v, o):
-    """O += P V, of as many keys as P has; asynchronous."""
-    sums = ()
-    for part in gl.static_range(len(o)):
-        P = gl.convert_layout(P, gl.DotOperandLayout(0, o[part].type.layout, 2), assert_trivial=True)
-        sums += (warpgroup_mma(P, v[part].slice(0, P.shape[1], dim=0), o[part], is_async=True),)
+    """O += P V of as many keys as P has; asynchronous, a matmul a part."""
+    sums: gl.tuple = ()
+    for n in gl.static_range(len(o)):
+        P_n = gl.convert_layout(P, gl.DotOperandLayout(0, o[n].type.layout, 2), assert_trivial=True)
+        sums += (warpgroup_mma(P_n, v[n].slice(0, P.shape[1], dim=0), o[n], is_async=True),)
     return sums
 
 
 @gluon.jit
 def wait_for_values(o):
-    """O, once no matmul is in flight."""
+    """O, when no matmul is in flight."""
     if len(o) == 1:
         return (warpgroup_mma_wait(0, o),)
     else:
@@ -463,13 +452,12 @@ def first_step(q, n, first, block, bits, above, rings, call, KEYS: gl.constexpr,
     """
     j0, masked, tile = block
     dtype: gl.constexpr = rings.q.buffers.dtype
-    m_layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.KEYS, 16]))
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, parts(O.V_WIDTH)[0][1], 16])
+    m_layout: gl.constexpr = gl.SliceLayout(1, accumulator(O.KEYS))
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(O.KEYS), 2)
     l_layout: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [PIECE, 4]
     )
-    rings.k.wait(n)
-    S = scores(q, matrices(rings.k.buffers, rings.k.first(n), O.WIDTH), KEYS, O)
+    S = scores(q, wait_for(rings.k, n), KEYS, O)
     S = warpgroup_mma_wait(0, [S])
     rings.k.release(n)
     if above > 0:
@@ -484,7 +472,7 @@ def first_step(q, n, first, block, bits, above, rings, call, KEYS: gl.constexpr,
     P = P.to(dtype)
     if KEYS < O.KEYS and (O.CONSUMER_REGISTERS < 240 or O.Q_IN_REGISTERS):
         P = computed(P)  # Else ptxas issues the next S first, and has no registers for this one beside it.
-    P = gl.convert_layout(P, gl.DotOperandLayout(0, o_layout, 2))
+    P = gl.convert_layout(P, p_layout)
     return P, gl.convert_layout(m, m_layout, assert_trivial=True), l
 
 
@@ -494,11 +482,10 @@ def step(P, o, m, l, q, n, first, block, bits, rings, call, C: gl.constexpr, O: 
     during the softmax of S."""
     CONSUMERS: gl.constexpr = O.ROWS // PIECE
     j0, masked, tile = block
-    rings.k.wait(n)
+    k = wait_for(rings.k, n)
     take_turn(C)
-    S = scores(q, matrices(rings.k.buffers, rings.k.first(n), O.WIDTH), O.KEYS, O)
-    rings.v.wait(n - 1)
-    o = add_values(P, matrices(rings.v.buffers, rings.v.first(n - 1), O.V_WIDTH), o)
+    S = scores(q, k, O.KEYS, O)
+    o = add_values(P, wait_for(rings.v, n - 1), o)
     pass_turn((C + 1) % CONSUMERS)
     S = warpgroup_mma_wait(len(o), [S])
     rings.k.release(n)
@@ -513,32 +500,40 @@ def step(P, o, m, l, q, n, first, block, bits, rings, call, C: gl.constexpr, O: 
     rings.v.release(n - 1)
     # Only now: the matmul in flight read P's registers.
     P = gl.convert_layout(P_next.to(rings.q.buffers.dtype), P.type.layout)
-    return P, for_each(rescale, o, alpha), m, l
+    return P, [rescale(part, alpha) for part in o], m, l
 
 
 @gluon.jit
 def times(o, factor):
+    """O * factor, a row each."""
     factor = gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout), assert_trivial=True)
     return o * factor[:, None]
 
 
 @gluon.jit
-def where(o, used):
-    """O with 0 in other rows, where Q may have been NaN."""
+def of_rows_in_use(o, L, end):
+    """(O, lse) with 0 and -inf in rows from `end` on, where Q may have been NaN."""
+    used = gl.arange(0, PIECE, L.type.layout) < end
+    return [zero_unless(part, used) for part in o], gl.where(used, L, -INF)
+
+
+@gluon.jit
+def zero_unless(o, used):
     used = gl.convert_layout(used, gl.SliceLayout(1, o.type.layout), assert_trivial=True)
     return gl.where(used[:, None], o, 0.0)
 
 
 @gluon.jit
 def store(o, buffers, first, descriptor, at, O: gl.constexpr):
-    """O by TMA, which clips it at the tensor's end, through the buffers from number `first` on; without waiting for it."""
+    """Store O by TMA, which clips it at the tensor's end, through the buffers from number `first` on; without waiting for it."""
     CHUNK: gl.constexpr = buffers.shape[-1]
-    tile = matrices(buffers, first, O.V_WIDTH)
+    place = matrices(buffers, first, O.V_WIDTH)
     for n in gl.static_range(len(o)):
-        tile[n].store(o[n].to(buffers.dtype))
+        place[n].store(o[n].to(buffers.dtype))
     fence_async_shared()
     for chunk in gl.static_range(O.V_WIDTH // CHUNK):
-        tma_store(descriptor, at[:-1] + (at[-1] + chunk * CHUNK,), buffers.index(first + chunk))
+        column = [at[-1] + chunk * CHUNK]
+        tma_store(descriptor, at[:-1] + column, buffers.index(first + chunk))
 
 
 @gluon.jit
@@ -549,7 +544,7 @@ def consumer(o_desc, o_buffers, lse, sink, bits, rings, call, C: gl.constexpr, O
     hands the turn on for each, so that all take as many.
     """
     CONSUMERS: gl.constexpr = O.ROWS // PIECE
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.KEYS, 16])
+    s_layout: gl.constexpr = accumulator(O.KEYS)
     if C == 0:
         pass_turn(0)
     t = 0
@@ -578,10 +573,9 @@ def consumer(o_desc, o_buffers, lse, sink, bits, rings, call, C: gl.constexpr, O
         # V of the last of them comes after K of the first own block: it is handed back when S of that has been made.
 
         item = t * CONSUMERS + C
-        rings.q.wait(item)
-        q = matrices(rings.q.buffers, rings.q.first(item), O.WIDTH)
+        q = wait_for(rings.q, item)
         if O.Q_IN_REGISTERS:
-            q = for_each(read, q, gl.DotOperandLayout(0, s_layout, 2))
+            q = [part.load(gl.DotOperandLayout(0, s_layout, 2)) for part in q]
             rings.q.release(item)
         o = zeros(O.V_WIDTH)
         hi -= 1
@@ -601,8 +595,7 @@ def consumer(o_desc, o_buffers, lse, sink, bits, rings, call, C: gl.constexpr, O
             n += 1
         if not O.O_IN_Q and not O.Q_IN_REGISTERS:
             rings.q.release(item)
-        rings.v.wait(n - 1)
-        o = add_values(P, matrices(rings.v.buffers, rings.v.first(n - 1), O.V_WIDTH), o)
+        o = add_values(P, wait_for(rings.v, n - 1), o)
         l_row = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
         o = wait_for_values(o)
         rings.v.release(n - 1)
@@ -617,13 +610,11 @@ def consumer(o_desc, o_buffers, lse, sink, bits, rings, call, C: gl.constexpr, O
         if O.O_IN_Q:
             place = rings.q.first(item)
         else:
-            place = C * (O.V_WIDTH // o_buffers.shape[-1])
+            place = C * rings.v.CHUNKS
             wait_for_stores()
-        o = for_each(times, o, factor)
+        o = [times(part, factor) for part in o]
         if O.VARIED:
-            used = gl.arange(0, PIECE, L.type.layout) < own.q_len - first
-            L = gl.where(used, L, -INF)
-            o = for_each(where, o, used)
+            o, L = of_rows_in_use(o, L, own.q_len - first)
         if O.PACKED:
             store(o, o_buffers, place, o_desc, clipped(q_start, q_span, h, first), O)
         else:

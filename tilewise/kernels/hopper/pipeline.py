@@ -87,8 +87,8 @@ class Ring:
         """The writer: acquire, and TMA loads, which commit when their bytes (zeros outside the tensor) are there."""
         full = self.expect(n, self.BYTES)
         for chunk in gl.static_range(self.CHUNKS):
-            column = at[-1] + chunk * self.buffers.shape[-1]
-            tma_load(descriptor, at[:-1] + (column,), full, self.buffers.index(self.first(n) + chunk))
+            column = [at[-1] + chunk * self.buffers.shape[-1]]
+            tma_load(descriptor, at[:-1] + column, full, self.buffers.index(self.first(n) + chunk))
 
     @gluon.jit
     def expect(self, n, BYTES: gl.constexpr):
@@ -126,6 +126,14 @@ def ring_of(buffers, READERS: gl.constexpr, CHUNKS: gl.constexpr = 1):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=READERS)
     return Ring(buffers, full, empty, STAGES, CHUNKS, CHUNKS * _bytes_of_one(buffers.dtype, buffers.shape))
+
+
+@gluon.jit
+def matrix(buffer):
+    """A block of one head, (..., rows, columns) in shared memory, as (rows, columns)."""
+    ROWS: gl.constexpr = buffer.shape[len(buffer.shape) - 2]
+    COLUMNS: gl.constexpr = buffer.shape[len(buffer.shape) - 1]
+    return buffer.reshape([ROWS, COLUMNS])
 
 
 @gluon.constexpr_function
