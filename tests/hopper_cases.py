@@ -21,7 +21,7 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 PREFIX = "hopper "  # of the names
 
 ARRAY: dict[str, tuple[Hashable, ...]] = {  # what its kernel is compiled for
-    "dtype": (F16, BF16), "d": config.WIDTHS, "d_v": (*config.WIDTHS, "d"),
+    "dtype": (F16, BF16), "d": config.WIDTHS, "d_v": (64, 128, 256, "d"),
     "band": ("full", "causal", "ragged", "left", "window"), "softcap": (False, True), "sink": (None, F32),
     "length": (1024, config.LONG),
 }  # fmt: skip

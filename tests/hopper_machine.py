@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,7 @@ CALL = (
 PLACE = ("row", "s", "b", "h", "q_start", "q_span", "k_start", "v_start", "call")
 PLAYED = {  # functions that the partitions call, as the Python that they are
     "first_step", "step", "block_at", "tell", "walk_of", "sequence_in", "load_tile", "rows_of_v", "place_of", "extent",
-    "sequence_of", "clamped", "clipped", "live", "way", "visit", "wait_for",
+    "sequence_of", "clamped", "clipped", "live", "way", "visit", "wait_for", "beside",
 }  # fmt: skip
 
 
@@ -105,13 +105,9 @@ class Barrier:
 
 
 class Buffers(list):
-    """What `index` finds, each of so many columns."""
+    """What `index` finds."""
 
     dtype = "dtype"
-
-    def __init__(self, items: Iterable[Any], columns: int = 1) -> None:
-        super().__init__(items)
-        self.shape = (len(self), columns)
 
     def index(self, n: int) -> Any:
         assert 0 <= n < len(self)
@@ -151,8 +147,9 @@ class Block:
         rings = {"tiles": (2, self.consumers), "q": (options.QUERIES * self.consumers, 1)}
         rings |= {"k": (options.STAGES, self.consumers), "v": (options.STAGES, self.consumers)}
         rings["blocks"] = (4, self.consumers)
-        widths = {"q": (options.WIDTH, options.V_WIDTH), "v": (options.V_WIDTH, options.WIDTH)}
-        widths["k"] = widths["q"]
+        wide, v_wide = options.WIDTH, options.V_WIDTH
+        widths = {"q": (wide, v_wide), "k": (wide, v_wide), "v": (v_wide, wide)}
+        self.descriptors = [_Descriptor(name, config.chunk(*sizes)) for name, sizes in widths.items()]
         self.rings = SimpleNamespace(
             **{name: self.ring(name, *sizes, *widths.get(name, (1, 1))) for name, sizes in rings.items()}
         )
@@ -165,7 +162,7 @@ class Block:
         partitions = {str(c): self._consumer(c) for c in range(self.consumers)}
         produce = self.rewired(forward.producer)
         partitions["producer"] = lambda: produce(
-            "q", "k", "v", self.counter, self.lengths, self.lists, self.rings, self.call, self.O
+            *self.descriptors, self.counter, self.lengths, self.lists, self.rings, self.call, self.O
         )
         self.scheduler.run(partitions)
         for ring in vars(self.rings).values():
@@ -175,7 +172,7 @@ class Block:
 
     def _consumer(self, c: int) -> Callable[[], None]:
         consume = self.rewired(forward.consumer)
-        return lambda: consume("o", Buffers([["o"]] * 3), Anything(), None, "bits", self.rings, self.call, c, self.O)
+        return lambda: consume("o", (Buffers([["o"]] * 3),), Anything(), None, "bits", self.rings, self.call, c, self.O)
 
     def call_of(self, *numbers: int) -> Any:
         """A forward.Call with its own methods."""
@@ -185,15 +182,19 @@ class Block:
         return call
 
     def ring(self, name: str, stages: int, readers: int, width: int, other: int) -> Any:
-        """A pipeline.Ring with its own methods, of tiles of so many columns; others have `other`."""
+        """A pipeline.Ring with its own methods; its tiles' columns, and others'. A part is a list of chunks."""
         columns = config.chunk(width, other)
-        chunks = width // columns
+        first, *others = (
+            Buffers([[None] for _ in range(max(side // columns, 1))] for _ in range(stages))
+            for side in forward.parts(width)
+        )
+        if name in ("tiles", "blocks"):
+            first = Buffers([None] for _ in range(stages))
         ring = SimpleNamespace(
-            name=name, STAGES=stages, CHUNKS=chunks, BYTES=chunks,
-            buffers=Buffers([[None] for _ in range(stages * chunks)], columns),
+            name=name, STAGES=stages, BYTES=width // columns, buffers=first, others=tuple(others),
             full=Buffers([Barrier(1) for _ in range(stages)]), empty=Buffers([Barrier(readers) for _ in range(stages)]),
         )  # fmt: skip
-        for method in ("first", "acquire", "commit", "expect", "load", "wait", "release", "skip"):
+        for method in ("acquire", "commit", "expect", "load_parts", "parts", "wait", "release", "skip"):
             setattr(ring, method, self.rewired(getattr(pipeline.Ring, method)).__get__(ring))
         return ring
 
@@ -208,7 +209,8 @@ class Block:
             "PIECE": 64, "TILE": 128, "WALK": walk.WALK.value, "FAR": FAR, "INF": torch.inf,
             "put": self.put, "number": lambda buffer, at: buffer[0][at], "begin_claim": self.begin_claim,
             "end_claim": self.end_claim, "take_turn": self.take_turn, "pass_turn": self.pass_turn,
-            "matrices": self.matrices, "scores": lambda q, k, KEYS, _: _Tile((q[0], k[0].slice(0, KEYS, dim=0))),
+            "matrix": self.matrix, "chunks_of": lambda parts, _: [chunk for part in parts for chunk in part],
+            "scores": lambda q, k, KEYS, _: _Tile((q[0], k[0].slice(0, KEYS, dim=0))),
             "zeros": lambda _: ("o",), "add_values": self.multiply, "wait_for_values": lambda o: o,
             "rescale": lambda part, _: part, "times": lambda part, _: part, "cap": lambda S, *_: S, "mask": self.mask,
             "stay_before": lambda _: None, "computed": lambda x: x, "uniform": lambda x: x,
@@ -273,12 +275,12 @@ class Block:
             "a second arrival at a named barrier counts for the threads that wait there"
         )
 
-    def matrices(self, buffers: Buffers, first: int, width: int) -> tuple[_Tile, ...]:
-        """The parts of a tile, each taken for the whole: its chunks are of one place, side by side."""
-        columns = buffers.shape[-1]
-        chunks = [buffers[first + n][0] for n in range(width // columns)]
-        assert chunks == [(*chunks[0][:-1], n * columns) for n in range(len(chunks))]
-        return (_Tile(chunks[0]),) * width.bit_count()
+    def matrix(self, part: list[Any]) -> _Tile:
+        """The chunks are of one place, side by side; the first one is taken for all."""
+        descriptor, *place, column = part[0][0]
+        columns = descriptor.block_shape[-1]
+        assert [chunk[0] for chunk in part] == [(descriptor, *place, column + n * columns) for n in range(len(part))]
+        return _Tile(part[0][0])
 
     def multiply(self, P: Any, v: Any, o: Any) -> Any:
         (q, k), v = P.S, v[0]
@@ -306,8 +308,19 @@ class Block:
         self.log.append(("in use", int(threading.current_thread().name), end))
         return o, L
 
-    def store(self, tile: Any, buffers: Any, first: int, descriptor: str, at: list[int], _: Any) -> None:
+    def store(self, tile: Any, buffers: Any, descriptor: str, at: list[int]) -> None:
         self.log.append(("store", int(threading.current_thread().name), tuple(at)))
+
+
+class _Descriptor(str):
+    """Of blocks of so many columns."""
+
+    block_shape: tuple[int]
+
+    def __new__(cls, name: str, columns: int) -> _Descriptor:
+        made = super().__new__(cls, name)
+        made.block_shape = (columns,)
+        return made
 
 
 class _Tile(tuple):

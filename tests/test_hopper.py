@@ -194,6 +194,7 @@ SOME = [
     (128, 128, BF16, "blocks"), (96, 96, BF16, "packed"),
 ]  # fmt: skip
 SPILLS = {"3.7": 36, "3.9": 144}  # bytes, of what their newer ptxas keeps from tile to tile; in no loop over keys
+SPILLS_BESIDE = {(192, 128): 64}  # of a tile's numbers, beside the places of K's and Q's parts
 SPILLS_OF_ALL = 96  # of a kernel with every option: numbers of a tile, in no loop over keys either
 UNLIKE = [(256, 128), (128, 256), (128, 64), (64, 128), (256, 64), (64, 256)]
 UNLIKE += [(192, 128), (128, 192), (96, 64), (96, 256)]
@@ -261,7 +262,8 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
     from tilewise.kernels.launch import resources
 
     taken = resources(binary)
-    assert taken.spilled <= SPILLS.get(triton.__version__[:3], 0) + (SPILLS_OF_ALL if kind == "every" else 0)
+    allowed = SPILLS.get(triton.__version__[:3], 0) + SPILLS_BESIDE.get((d, v_dim), 0)
+    assert taken.spilled <= allowed + (SPILLS_OF_ALL if kind == "every" else 0)
     assert not taken.unwritten, "ptxas left out an instruction"
     bytes_of_tiles = config.shared_bytes(cfg, config.width(d), config.width(v_dim))
     assert bytes_of_tiles < taken.shared <= min(bytes_of_tiles + config.BARRIERS, config.SHARED)

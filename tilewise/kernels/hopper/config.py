@@ -35,10 +35,11 @@ class Config:
         return self.rows // PIECE
 
     def o_in_q(self, wide: int, v_wide: int) -> bool:
-        """O is stored through Q's place: it has none of its own, or the next tile's Q would not wait for it."""
+        """O is stored through Q's place, or the first parts of it. With room for its own the next Q need not wait for it."""
         own = 2 * self.rows * v_wide
-        full = self.bytes_loaded(wide, v_wide) + own + BARRIERS > SHARED
-        return full and self.queries == 1 and wide >= v_wide and not self.q_in_registers
+        crowded = self.bytes_loaded(wide, v_wide) + own + BARRIERS > SHARED
+        first_parts = wide & -(v_wide & -v_wide) == v_wide
+        return crowded and first_parts and self.queries == 1 and not self.q_in_registers
 
     def bytes_loaded(self, wide: int, v_wide: int) -> int:
         """Shared memory of Q, K and V."""

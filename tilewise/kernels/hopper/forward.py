@@ -21,13 +21,16 @@ from .pipeline import (
     Ring,
     aggregate,
     begin_claim,
+    beside,
+    chunks_of,
     computed,
     end_claim,
+    matrix,
     number,
     pass_turn,
     put,
     ring_of,
-    seen_as,
+    ring_of_parts,
     stay_before,
     take_turn,
     tma_store,
@@ -149,7 +152,7 @@ def load_tile(q_desc, k_desc, v_desc, counter, lists, t, n, claim, place, rings,
     b = place.b
     kv = place.h // place.call.group
     for c in gl.static_range(CONSUMERS):
-        rings.q.load(t * CONSUMERS + c, q_desc, [b, place.h, place.q_start + (place.row * O.ROWS + PIECE * c), 0])
+        rings.q.load_parts(t * CONSUMERS + c, q_desc, [b, place.h, place.q_start + (place.row * O.ROWS + PIECE * c), 0])
     if O.BLOCKS:
         blocks = way(lists, place, O)
         count = gl.maximum(blocks[0], 1)
@@ -161,12 +164,12 @@ def load_tile(q_desc, k_desc, v_desc, counter, lists, t, n, claim, place, rings,
             rings.blocks.commit(n)
             if j == count - 1:
                 claim = begin_claim(counter)
-            rings.k.load(n, k_desc, [b, kv, place.k_start + j0, 0])
+            rings.k.load_parts(n, k_desc, [b, kv, place.k_start + j0, 0])
             if j > 0:
-                rings.v.load(n - 1, v_desc, rows_of_v(place, kv, before, O))
+                rings.v.load_parts(n - 1, v_desc, rows_of_v(place, kv, before, O))
             before = j0
             n += 1
-        rings.v.load(n - 1, v_desc, rows_of_v(place, kv, before, O))
+        rings.v.load_parts(n - 1, v_desc, rows_of_v(place, kv, before, O))
     else:
         lo, hi = place.call.blocks(place.row * O.ROWS, O.ROWS, O)
         tell(rings, t, place, lo, hi, O)
@@ -174,11 +177,11 @@ def load_tile(q_desc, k_desc, v_desc, counter, lists, t, n, claim, place, rings,
             block = hi - 1 - j
             if block == lo:
                 claim = begin_claim(counter)
-            rings.k.load(n, k_desc, [b, kv, place.k_start + block * O.KEYS, 0])
+            rings.k.load_parts(n, k_desc, [b, kv, place.k_start + block * O.KEYS, 0])
             if j > 0:
-                rings.v.load(n - 1, v_desc, rows_of_v(place, kv, (block + 1) * O.KEYS, O))
+                rings.v.load_parts(n - 1, v_desc, rows_of_v(place, kv, (block + 1) * O.KEYS, O))
             n += 1
-        rings.v.load(n - 1, v_desc, rows_of_v(place, kv, lo * O.KEYS, O))
+        rings.v.load_parts(n - 1, v_desc, rows_of_v(place, kv, lo * O.KEYS, O))
     return n, claim
 
 
@@ -194,33 +197,41 @@ def rows_of_v(place, kv, j0, O: gl.constexpr):
 # ---- parts -----------------------------------------------------------------------------------------------------------
 #
 # A tensor has 2^n columns, and a head of 96 or 192 has not. So a tile is a tuple of parts, 64 + 32 or 128 + 64 columns; others
-# are of one. TMA loads and stores it in chunks of columns (`config.chunk`): side by side they are what a part is in memory.
+# are of one. One descriptor loads them all, a chunk of columns at a time (`config.chunk`).
 
 
 @gluon.constexpr_function
 def parts(width):
-    """(first column, columns) of each part: the powers of two that add up to the width, the largest first."""
-    sides = [1 << n for n in reversed(range(width.bit_length())) if width >> n & 1]
-    return [(sum(sides[:n]), side) for n, side in enumerate(sides)]
+    """The columns of each part: the powers of two that add up to the width, the largest first."""
+    return [1 << n for n in reversed(range(width.bit_length())) if width >> n & 1]
 
 
 @gluon.jit
-def matrices(buffers, first, WIDTH: gl.constexpr):
-    """The parts, (rows, columns) in shared memory, of a tile whose chunks are the buffers from number `first` on."""
+def buffers_of(n: gl.constexpr, WIDTH: gl.constexpr, descriptor):
+    """Of each part n buffers in shared memory, for tiles of as many rows as the descriptor's blocks have."""
     PARTS: gl.constexpr = parts(WIDTH)
-    ROWS: gl.constexpr = buffers.shape[-2]
-    CHUNK: gl.constexpr = buffers.shape[-1]
     found: gl.tuple = ()
-    for n in gl.static_range(len(PARTS)):
-        found += (seen_as(buffers.index(first + PARTS[n][0] // CHUNK), [ROWS, PARTS[n][1]]),)
+    for part in gl.static_range(len(PARTS)):
+        found += (allocate(n, PARTS[part], descriptor),)
     return found
 
 
 @gluon.jit
+def allocate(n: gl.constexpr, COLUMNS: gl.constexpr, descriptor):
+    return gl.allocate_shared_memory(descriptor.dtype, wider(n, descriptor.block_shape, COLUMNS), descriptor.layout)
+
+
+@gluon.constexpr_function
+def wider(n, block, columns):
+    """The shape of n buffers of blocks with so many columns."""
+    return [n, *block[:-1], columns]
+
+
+@gluon.jit
 def wait_for(ring, n):
-    """The parts of a Ring's item n, once it is committed."""
+    """The parts of a Ring's item n, once it is committed: matrices in shared memory."""
     ring.wait(n)
-    return matrices(ring.buffers, ring.first(n), ring.CHUNKS * ring.buffers.shape[-1])
+    return [matrix(part) for part in ring.parts(n)]
 
 
 @gluon.constexpr_function
@@ -235,7 +246,7 @@ def zeros(WIDTH: gl.constexpr):
     PARTS: gl.constexpr = parts(WIDTH)
     found: gl.tuple = ()
     for n in gl.static_range(len(PARTS)):
-        found += (zero(PARTS[n][1]),)
+        found += (zero(PARTS[n]),)
     return found
 
 
@@ -524,16 +535,14 @@ def zero_unless(o, used):
 
 
 @gluon.jit
-def store(o, buffers, first, descriptor, at, O: gl.constexpr):
-    """Store O by TMA, which clips it at the tensor's end, through the buffers from number `first` on; without waiting for it."""
-    CHUNK: gl.constexpr = buffers.shape[-1]
-    place = matrices(buffers, first, O.V_WIDTH)
+def store(o, buffers, descriptor, at):
+    """Store O by TMA, which clips it at the tensor's end, through a buffer for each part; without waiting for it."""
     for n in gl.static_range(len(o)):
-        place[n].store(o[n].to(buffers.dtype))
+        matrix(buffers[n]).store(o[n].to(buffers[n].dtype))
     fence_async_shared()
-    for chunk in gl.static_range(O.V_WIDTH // CHUNK):
-        column = [at[-1] + chunk * CHUNK]
-        tma_store(descriptor, at[:-1] + column, buffers.index(first + chunk))
+    chunks = chunks_of(buffers, descriptor)
+    for c in gl.static_range(len(chunks)):
+        tma_store(descriptor, beside(at, c * descriptor.block_shape[-1]), chunks[c])
 
 
 @gluon.jit
@@ -608,17 +617,17 @@ def consumer(o_desc, o_buffers, lse, sink, bits, rings, call, C: gl.constexpr, O
 
         factor, L = finalize(m, l_row, sink, h, O.SINK)
         if O.O_IN_Q:
-            place = rings.q.first(item)
+            place = rings.q.parts(item)[: len(o)]
         else:
-            place = C * rings.v.CHUNKS
+            place = [part.index(C) for part in o_buffers]
             wait_for_stores()
         o = [times(part, factor) for part in o]
         if O.VARIED:
             o, L = of_rows_in_use(o, L, own.q_len - first)
         if O.PACKED:
-            store(o, o_buffers, place, o_desc, clipped(q_start, q_span, h, first), O)
+            store(o, place, o_desc, clipped(q_start, q_span, h, first))
         else:
-            store(o, o_buffers, place, o_desc, [b, h, first, 0], O)
+            store(o, place, o_desc, [b, h, first, 0])
         at = first + gl.arange(0, PIECE, gl.SliceLayout(1, s_layout))
         gl.store(lse + (b.to(gl.int64) * call.heads + h) * call.q_len + q_start + at, L, mask=at < q_span)
         if O.O_IN_Q:
@@ -628,12 +637,6 @@ def consumer(o_desc, o_buffers, lse, sink, bits, rings, call, C: gl.constexpr, O
         row = number(rings.tiles.wait(t), 0)
     rings.tiles.release(t)
     wait_for_stores()
-
-
-@gluon.constexpr_function
-def stacked(n, block):
-    """The shape of n buffers of a block."""
-    return [n, *block]
 
 
 @gluon.jit(
@@ -657,21 +660,19 @@ def forward_kernel(
     CONSUMERS: gl.constexpr = O.ROWS // PIECE
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tile_buffers = gl.allocate_shared_memory(gl.int32, [2, 32], plain)
-    CHUNKS: gl.constexpr = O.WIDTH // q.block_shape[-1]
-    V_CHUNKS: gl.constexpr = O.V_WIDTH // v.block_shape[-1]
-    q_buffers = gl.allocate_shared_memory(q.dtype, stacked(O.QUERIES * CONSUMERS * CHUNKS, q.block_shape), q.layout)
-    k_buffers = gl.allocate_shared_memory(k.dtype, stacked(O.STAGES * CHUNKS, k.block_shape), k.layout)
-    v_buffers = gl.allocate_shared_memory(v.dtype, stacked(O.STAGES * V_CHUNKS, v.block_shape), v.layout)
+    q_buffers = buffers_of(O.QUERIES * CONSUMERS, O.WIDTH, q)
+    k_buffers = buffers_of(O.STAGES, O.WIDTH, k)
+    v_buffers = buffers_of(O.STAGES, O.V_WIDTH, v)
     o_buffers = q_buffers
     if not O.O_IN_Q:
-        o_buffers = gl.allocate_shared_memory(o.dtype, stacked(CONSUMERS * V_CHUNKS, o.block_shape), o.layout)
+        o_buffers = buffers_of(CONSUMERS, O.V_WIDTH, o)
     tile_ring = ring_of(tile_buffers, CONSUMERS)
     block_ring = tile_ring
     if O.BLOCKS:
         block_ring = ring_of(gl.allocate_shared_memory(gl.int32, [4, 2], plain), CONSUMERS)
     rings = Rings(
-        tile_ring, ring_of(q_buffers, 1, CHUNKS), ring_of(k_buffers, CONSUMERS, CHUNKS),
-        ring_of(v_buffers, CONSUMERS, V_CHUNKS), block_ring,
+        tile_ring, ring_of_parts(q_buffers, 1), ring_of_parts(k_buffers, CONSUMERS),
+        ring_of_parts(v_buffers, CONSUMERS), block_ring,
     )  # fmt: skip
     fence_async_shared()
     call = Call(q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total)
