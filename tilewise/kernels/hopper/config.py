@@ -100,9 +100,10 @@ def width(size: int, widths: tuple[int, ...] = WIDTHS) -> int:
     return next(wide for wide in widths if size <= wide)
 
 
-def chunk(wide: int, *widths: int) -> int:
-    """Of a tile's columns those that one descriptor loads: all, or where some of the tiles are in parts, what divides each."""
-    return min(side & -side for side in (wide, *widths)) if any(side & side - 1 for side in (wide, *widths)) else wide
+def chunk(wide: int, other: int) -> int:
+    """Of a tile's columns those that a descriptor moves at once: all. If its or the others' are in parts, a divisor of each."""
+    divisors = wide & -wide, other & -other  # powers of two
+    return wide if divisors == (wide, other) else min(divisors)
 
 
 def kind_of(problem: Problem) -> str:

@@ -650,9 +650,9 @@ def forward_kernel(
     q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total, batch, v_apart,
     blocks_b, blocks_h, blocks_n, blocks_m, base, i0, j0, O: gl.constexpr,
 ):  # fmt: skip
-    """o, q, k, v: TMA descriptors of (B, H, S, D) in blocks of 64 rows (o, q) or KEYS; lse (B, Hq, Sq), contiguous.
+    """o, q, k, v: TMA descriptors of (B, H, S, D) in blocks of 64 rows (o, q) or KEYS, and of a chunk's columns.
 
-    Packed: q and k of (1, H, T, D), o and v `tensors.ragged`, v with k_lens too; lse (Hq, T), q_len and k_len are T.
+    lse: (B, Hq, Sq), contiguous. Packed: q and k of (1, H, T, D), o and v `tensors.ragged`, v with k_lens too; lse (Hq, T), q_len and k_len are T.
     sink: (Hq,) or None. counter: one int32, 0 before the launch and after it. v_apart: rows of V between sequences.
     full_count ... bits: a BlockMask's query-major lists and its pool, or None; blocks_*: their strides; base: where
     (b, h) = 0 is among their rows.
