@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...problem import Layout, Problem
 
@@ -108,9 +108,9 @@ def chunk(wide: int, other: int) -> int:
 
 def kind_of(problem: Problem) -> str:
     """Which of KINDS serves the problem. Of packed sequences no length is known, and a BlockMask's tiles have 128 rows."""
-    if problem.q_layout is Layout.PACKED or problem.mask == "blocks":
+    if problem.mask == "blocks":
         return "short"
-    return "long" if problem.k_len >= LONG else "short"
+    return "long" if problem.k_len >= LONG or problem.q_layout is Layout.PACKED else "short"
 
 
 def row_of(size: int, v_size: int) -> Row:
@@ -137,23 +137,25 @@ BACKWARD_KEYS = 128  # of a tile: a piece for each of two consumers
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """A tile of 128 keys, passed by blocks of `rows` queries, of which `stages` are in shared memory."""
+    """A tile of 128 keys, passed by blocks of `rows` queries, of which `stages` are in shared memory, and dQ of `places`."""
 
     rows: int
     stages: int
+    places: int
     evidence: str
     registers: tuple[int, int] = (240, 24)  # of a consumer's and the producer's thread
 
 
-# By columns of the tiles, of Q, K, V and dO alike. TFLOP/s of the study's main kernel alone and, in brackets, of the whole
-# backward of the best of FlashAttention-4 and cuDNN; these kernels, of the same form, have not been timed yet. rows * columns
-# is 8192: a consumer's share of dQ is then (64, 64).
+# By columns of the tiles, of Q, K, V and dO alike. TFLOP/s as above, of the whole backward. rows * columns is 8192: a
+# consumer's share of dQ is then (64, 64).
 BACKWARD: dict[int, Backward] = {
     64: Backward(
-        128, 2, "489 (498) full, 477 (459) causal at 4k; 515 (526) and 497 (522) at 16k; blocks of 64 queries are behind",
+        128, 2, 2, "full 300 at 512, 496 at 4k, 503 at 16k; causal 184, 457, 514. One place for dQ: 298, 490, 499; 184, 451, 507."
+        " Consumers that add to dQ themselves: 308, 488, 491; 189, 455, 507",
     ),
     128: Backward(
-        64, 2, "605 (574) full, 576 (518) causal at 4k; 627 (626) and 610 (605) at 16k; vector atomics for dQ cost 8 %",
+        64, 2, 1, "full 366 at 512, 597 at 4k, 609 at 16k; causal 227, 573, 634. Two places for dQ: 358, 583, 595; 226, 575, 626."
+        " Consumers that add to dQ themselves: 366, 593, 577; 228, 557, 584. Vector atomics, in a study, were 8 % slower",
     ),
 }  # fmt: skip
 
@@ -168,7 +170,7 @@ def backward_shared_bytes(config: Backward, wide: int) -> int:
     k_v = 2 * 2 * BACKWARD_KEYS * wide
     queries = config.stages * config.rows * (2 * 2 * wide + 2 * 4)
     ds = 2 * 2 * BACKWARD_KEYS * config.rows
-    dq = 4 * config.rows * wide
+    dq = 4 * config.places * config.rows * wide
     return k_v + queries + ds + dq
 
 
@@ -200,32 +202,16 @@ class Split:
     evidence: str
 
 
-# TFLOP/s of the whole backward, as above; 256 columns in the study, with a kernel of its own for the statistics.
-SPLIT: dict[int, Split] = {
-    64: Split(Kernel(128, 128, 2, 2), Kernel(64, 128, 3, 3), "not measured yet"),
-    128: Split(
-        Kernel(128, 128, 2, 2), Kernel(64, 128, 2, 2),
-        "not measured yet; other forms of the two kernels had 493 full, 462 causal at 4k, 502 and 515 at 16k",
-    ),
-    256: Split(
-        Kernel(128, 64, 2, 1), Kernel(64, 64, 2, 2),
-        "461 (305) full, 338 (254) causal at 1k; 512 (382) and 500 (376) at 16k; with vector atomics 418 to 462",
-    ),
-}  # fmt: skip
+# TFLOP/s of the whole backward, as above, at 256 columns in the study, with a kernel of its own for the statistics.
+SPLIT = Split(
+    Kernel(128, 64, 2, 1), Kernel(64, 64, 2, 2),
+    "461 (305) full, 338 (254) causal at 1k; 512 (382) and 500 (376) at 16k; with vector atomics 418 to 462",
+)  # fmt: skip
 
 
 def is_split(problem: Problem) -> bool:
-    """Whether its backward is in two kernels: no other is deterministic, or has registers for wide heads' dK and dV."""
-    return problem.deterministic or max(problem.qk_dim, problem.v_dim) > max(BACKWARD)
-
-
-def choose_split(problem: Problem) -> tuple[Kernel, Kernel]:
-    """Of dq_kernel and dkdv_kernel."""
-    row = SPLIT[backward_width(max(problem.qk_dim, problem.v_dim))]
-    if problem.softcap == 0:
-        return row.dq, row.dkdv
-    # Its derivative takes as many registers as the scores: with 128 keys a thread spills 1 to 1.5 KB (d 128).
-    return replace(row.dq, keys=64), replace(row.dkdv, keys=64)
+    """Whether its backward is in two kernels: the other has no registers for wide heads' dK and dV."""
+    return max(problem.qk_dim, problem.v_dim) > max(BACKWARD)
 
 
 def dq_bytes(kernel: Kernel, wide: int, v_wide: int) -> int:
