@@ -21,7 +21,7 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 PREFIX = "hopper "  # of the names
 
 ARRAY: dict[str, tuple[Hashable, ...]] = {  # what its kernel is compiled for
-    "dtype": (F16, BF16), "d": config.WIDTHS, "d_v": (*config.WIDTHS, "d"),
+    "dtype": (F16, BF16), "d": config.WIDTHS, "d_v": (64, 128, 256, "d"),
     "band": ("full", "causal", "ragged", "left", "window"), "softcap": (False, True), "sink": (None, F32),
     "length": (1024, config.LONG),
 }  # fmt: skip
@@ -81,7 +81,8 @@ def array_case(row: dict[str, Any], n: int) -> Case:
     r = random.Random(f"{sorted(row.items(), key=repr)} {n}")
 
     def size(wide: int) -> int:
-        return wide if n == 0 else r.randrange(wide // 2 + 8, wide + 8, 8)
+        below = max(wide // 2, *(other for other in (0, *config.WIDTHS) if other < wide))
+        return wide if n == 0 else r.randrange(below + 8, wide + 8, 8)
 
     top = row["length"]
     k_len = r.choice((top, top + r.randint(1, 300))) if top == config.LONG else r.choice((1, 64, 129, 333, 700, top))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tilewise import mask
-from tilewise.kernels.hopper import forward, pipeline, walk
+from tilewise.kernels.hopper import config, forward, pipeline, walk
 from tilewise.kernels.tensors import FAR
 
 CALL = (
@@ -25,7 +25,7 @@ CALL = (
 PLACE = ("row", "s", "b", "h", "q_start", "q_span", "k_start", "v_start", "call")
 PLAYED = {  # functions that the partitions call, as the Python that they are
     "first_step", "step", "block_at", "tell", "walk_of", "sequence_in", "load_tile", "rows_of_v", "place_of", "extent",
-    "sequence_of", "clamped", "clipped", "live", "way", "visit",
+    "sequence_of", "clamped", "clipped", "live", "way", "visit", "wait_for", "beside",
 }  # fmt: skip
 
 
@@ -90,10 +90,10 @@ class Scheduler:
 
 
 class Barrier:
-    """An mbarrier: `count` arrivals end a phase."""
+    """An mbarrier: `count` arrivals end a phase, and so do the last of the chunks that it expects."""
 
     def __init__(self, count: int) -> None:
-        self.count, self.arrived, self.phase = count, 0, 0
+        self.count, self.arrived, self.phase, self.expected = count, 0, 0, 0
 
     def arrive(self) -> None:
         self.arrived += 1
@@ -144,7 +144,12 @@ class Block:
         rings = {"tiles": (2, self.consumers), "q": (options.QUERIES * self.consumers, 1)}
         rings |= {"k": (options.STAGES, self.consumers), "v": (options.STAGES, self.consumers)}
         rings["blocks"] = (4, self.consumers)
-        self.rings = SimpleNamespace(**{name: self.ring(name, *sizes) for name, sizes in rings.items()})
+        wide, v_wide = options.WIDTH, options.V_WIDTH
+        widths = {"q": (wide, v_wide), "k": (wide, v_wide), "v": (v_wide, wide)}
+        self.descriptors = [_Descriptor(name, config.chunk(*sizes)) for name, sizes in widths.items()]
+        self.rings = SimpleNamespace(
+            **{name: self.ring(name, *sizes, *widths.get(name, (1, 1))) for name, sizes in rings.items()}
+        )
         numbers = dict.fromkeys(CALL, 0) | numbers
         self.call = self.call_of(*(numbers[name] for name in CALL))
         self.masked: set[Any] = set()
@@ -154,7 +159,7 @@ class Block:
         partitions = {str(c): self._consumer(c) for c in range(self.consumers)}
         produce = self.rewired(forward.producer)
         partitions["producer"] = lambda: produce(
-            "q", "k", "v", self.counter, self.lengths, self.lists, self.rings, self.call, self.O
+            *self.descriptors, self.counter, self.lengths, self.lists, self.rings, self.call, self.O
         )
         self.scheduler.run(partitions)
         for ring in vars(self.rings).values():
@@ -164,7 +169,7 @@ class Block:
 
     def _consumer(self, c: int) -> Callable[[], None]:
         consume = self.rewired(forward.consumer)
-        return lambda: consume("o", Buffers([["o"]] * 3), Anything(), None, "bits", self.rings, self.call, c, self.O)
+        return lambda: consume("o", (Buffers([["o"]] * 3),), Anything(), None, "bits", self.rings, self.call, c, self.O)
 
     def call_of(self, *numbers: int) -> Any:
         """A forward.Call with its own methods."""
@@ -173,13 +178,20 @@ class Block:
             setattr(call, method, self.rewired(getattr(walk.Call, method)).__get__(call))
         return call
 
-    def ring(self, name: str, stages: int, readers: int) -> Any:
-        """A pipeline.Ring with its own methods."""
+    def ring(self, name: str, stages: int, readers: int, width: int, other: int) -> Any:
+        """A pipeline.Ring with its own methods; its tiles' columns, and others'. A part is a list of chunks."""
+        columns = config.chunk(width, other)
+        first, *others = (
+            Buffers([[None] for _ in range(max(side // columns, 1))] for _ in range(stages))
+            for side in forward.parts(width)
+        )
+        if name in ("tiles", "blocks"):
+            first = Buffers([None] for _ in range(stages))
         ring = SimpleNamespace(
-            name=name, STAGES=stages, BYTES=1, buffers=Buffers([[None] for _ in range(stages)]),
+            name=name, STAGES=stages, BYTES=width // columns, buffers=first, others=tuple(others),
             full=Buffers([Barrier(1) for _ in range(stages)]), empty=Buffers([Barrier(readers) for _ in range(stages)]),
         )  # fmt: skip
-        for method in ("acquire", "commit", "expect", "load", "wait", "release", "skip"):
+        for method in ("acquire", "commit", "expect", "load_parts", "parts", "wait", "release", "skip"):
             setattr(ring, method, self.rewired(getattr(pipeline.Ring, method)).__get__(ring))
         return ring
 
@@ -194,14 +206,15 @@ class Block:
             "PIECE": 64, "TILE": 128, "WALK": walk.WALK.value, "FAR": FAR, "INF": torch.inf,
             "put": self.put, "number": lambda buffer, at: buffer[0][at], "begin_claim": self.begin_claim,
             "end_claim": self.end_claim, "take_turn": self.take_turn, "pass_turn": self.pass_turn,
-            "matrix": lambda buffer: _Tile(buffer[0]), "scores": lambda q, k, _: _Tile((q, k)),
-            "warpgroup_mma": self.multiply,
-            "cap": lambda S, *_: S, "mask": self.mask, "rescale": lambda o, _: o,
+            "matrix": self.matrix, "chunks_of": lambda parts, _: [chunk for part in parts for chunk in part],
+            "scores": lambda q, k, KEYS, _: _Tile((q[0], k[0].slice(0, KEYS, dim=0))),
+            "zeros": lambda _: ("o",), "add_values": self.multiply, "wait_for_values": lambda o: o,
+            "rescale": lambda part, _: part, "times": lambda part, _: part, "cap": lambda S, *_: S, "mask": self.mask,
             "stay_before": lambda _: None, "computed": lambda x: x, "uniform": lambda x: x,
             "wait_for_stores": lambda: None,
             "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else deps,
             "softmax": lambda S, *_: (_Scores(S), "m", Anything(), "alpha"),
-            "finalize": lambda *_: (Anything(), Anything()), "store_by_tma": self.store, "Call": self.call_of,
+            "finalize": lambda *_: (Anything(), Anything()), "store": self.store, "Call": self.call_of,
             "of_rows_in_use": self.of_rows_in_use,
             "Place": lambda *fields: SimpleNamespace(**dict(zip(PLACE, fields, strict=True))),
             "bits_mask": self.bits_mask, "below": lambda list, n, tile: sum(x < tile for x in list.data[list.at :][:n]),
@@ -218,19 +231,21 @@ class Block:
         barrier.arrive()
 
     def expect(self, barrier: Barrier, size: int) -> None:
-        assert size == 1
+        barrier.expected = size
 
     def tma_load(self, descriptor: str, at: list[int], barrier: Barrier, buffer: list[Any]) -> None:
         self.scheduler.until()
         buffer[0] = (descriptor, *(at if len(at) == 4 else self.unclipped(at)))
-        barrier.arrive()
+        barrier.expected -= 1
+        if barrier.expected == 0:
+            barrier.arrive()
 
     def unclipped(self, at: list[int]) -> tuple[int, ...]:
-        """(Sequence, head, row, 0) of a place in a descriptor that clips at ends."""
-        far, end, head, row, zero = at
+        """(Sequence, head, row, column) of a place in a descriptor that clips at ends."""
+        far, end, head, row, column = at
         assert far == FAR
         row += end - FAR
-        return (0, head, row, zero) if self.O.PACKED else (row // APART, head, row % APART, zero)
+        return (0, head, row, column) if self.O.PACKED else (row // APART, head, row % APART, column)
 
     def put(self, buffer: list[Any], at: int, numbers: tuple[int, ...]) -> None:
         assert at + len(numbers) <= 32, "a message's places"
@@ -257,8 +272,15 @@ class Block:
             "a second arrival at a named barrier counts for the threads that wait there"
         )
 
-    def multiply(self, P: Any, v: Any, o: Any, **_: Any) -> str:
-        q, k = P.S
+    def matrix(self, part: list[Any]) -> _Tile:
+        """The chunks are of one place, side by side; the first one is taken for all."""
+        descriptor, *place, column = part[0][0]
+        columns = descriptor.block_shape[-1]
+        assert [chunk[0] for chunk in part] == [(descriptor, *place, column + n * columns) for n in range(len(part))]
+        return _Tile(part[0][0])
+
+    def multiply(self, P: Any, v: Any, o: Any) -> Any:
+        (q, k), v = P.S, v[0]
         who = int(threading.current_thread().name)
         assert q[0] == "q", q
         assert k[0] == "k", k
@@ -266,7 +288,7 @@ class Block:
         self.log.append(
             ("block", who, q[1:4], k[1:4], P.S in self.masked, self.bits.get(P.S, -1), k.rows or self.O.KEYS)
         )
-        return "o"
+        return o
 
     def mask(self, S: Any, first: int, j0: int, *_: Any) -> Any:
         if not self.O.PACKED:
@@ -283,8 +305,19 @@ class Block:
         self.log.append(("in use", int(threading.current_thread().name), end))
         return o, L
 
-    def store(self, tile: Any, buffer: Any, descriptor: str, at: list[int]) -> None:
+    def store(self, tile: Any, buffers: Any, descriptor: str, at: list[int]) -> None:
         self.log.append(("store", int(threading.current_thread().name), tuple(at)))
+
+
+class _Descriptor(str):
+    """Of blocks of so many columns."""
+
+    block_shape: tuple[int]
+
+    def __new__(cls, name: str, columns: int) -> _Descriptor:
+        made = super().__new__(cls, name)
+        made.block_shape = (columns,)
+        return made
 
 
 class _Tile(tuple):

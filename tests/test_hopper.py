@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import random
 import re
@@ -112,19 +113,16 @@ def test_what_only_its_forward_takes() -> None:
 
 
 def test_rows_fit_the_shared_memory_and_the_registers() -> None:
-    for wide, row in config.TABLE.items():
-        assert row.evidence
+    assert all(row.evidence for row in config.TABLE.values())
+    for sizes in itertools.product(config.WIDTHS, repeat=2):
         for kind in config.KINDS:
-            cfg = row.config(kind)
+            cfg = config.row_of(*sizes).config(kind)
             assert cfg.rows % config.PIECE == 0
             assert cfg.keys % config.PIECE == 0
             # A piece's last block and its tile's are then neighbours or one (`forward.mask`: what `MASKED` relies on).
             consumer, producer = cfg.registers
             assert 128 * (consumer * cfg.consumers + producer) <= 65536
-            for v_wide in config.WIDTHS:
-                if v_wide <= wide:
-                    for sizes in ((wide, v_wide), (v_wide, wide)):
-                        assert config.shared_bytes(cfg, *sizes) + 1280 <= config.SHARED, (wide, v_wide, kind)
+            assert config.shared_bytes(cfg, *sizes) + config.BARRIERS <= config.SHARED, (sizes, kind)
 
 
 def test_a_configuration_depends_on_no_batch_and_no_heads() -> None:
@@ -190,14 +188,16 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SOME = [
     (64, 64, BF16, "full"), (64, 64, BF16, "causal"), (64, 64, BF16, "long"), (128, 128, BF16, "full"),
-    (128, 128, BF16, "causal"), (128, 128, F16, "causal"), (128, 128, BF16, "window"),
-    (128, 128, BF16, "dressed"), (256, 256, BF16, "full"),
+    (128, 128, BF16, "causal"), (96, 96, F16, "causal"), (128, 128, BF16, "window"),
+    (128, 128, BF16, "dressed"), (192, 192, BF16, "full"),
     (256, 256, BF16, "ragged"), (192, 128, BF16, "causal"), (128, 128, BF16, "packed causal"),
-    (128, 128, BF16, "blocks"), (64, 64, BF16, "packed"),
+    (128, 128, BF16, "blocks"), (96, 96, BF16, "packed"),
 ]  # fmt: skip
 SPILLS = {"3.7": 36, "3.9": 144}  # bytes, of what their newer ptxas keeps from tile to tile; in no loop over keys
+SPILLS_BESIDE = {(192, 128): 64}  # of a tile's numbers, beside the places of K's and Q's parts
 SPILLS_OF_ALL = 96  # of a kernel with every option: numbers of a tile, in no loop over keys either
 UNLIKE = [(256, 128), (128, 256), (128, 64), (64, 128), (256, 64), (64, 256)]
+UNLIKE += [(192, 128), (128, 192), (96, 64), (96, 256)]
 EVERY = [(d, d, dtype, kind) for d in config.WIDTHS for dtype in (BF16, F16) for kind in KINDS]
 EVERY += [(d, v_dim, BF16, kind) for d, v_dim in UNLIKE for kind in ("full", "long", "window")]
 
@@ -262,10 +262,11 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
     from tilewise.kernels.launch import resources
 
     taken = resources(binary)
-    assert taken.spilled <= SPILLS.get(triton.__version__[:3], 0) + (SPILLS_OF_ALL if kind == "every" else 0)
+    allowed = SPILLS.get(triton.__version__[:3], 0) + SPILLS_BESIDE.get((d, v_dim), 0)
+    assert taken.spilled <= allowed + (SPILLS_OF_ALL if kind == "every" else 0)
     assert not taken.unwritten, "ptxas left out an instruction"
     bytes_of_tiles = config.shared_bytes(cfg, config.width(d), config.width(v_dim))
-    assert bytes_of_tiles < taken.shared <= min(bytes_of_tiles + 1280, config.SHARED)
+    assert bytes_of_tiles < taken.shared <= min(bytes_of_tiles + config.BARRIERS, config.SHARED)
     listing = listing_of(binary)
     assert "registers" in said
     assert "wgmma" not in said, said  # ptxas reports when it makes them wait for each other
@@ -275,7 +276,8 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
     # In each consumer's loop, and in its step behind half a block, the exponentials lie between the wait for S and the
     # one for P V, which is in flight there.
     steps = 2 if cfg.half and problem.band.right is not None and problem.mask is None else 1
-    overlapped = re.findall(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", listing, re.DOTALL)
+    parts = config.width(v_dim).bit_count()
+    overlapped = re.findall(rf"DEPBAR\.LE gsb0, 0x{parts}(.*?)DEPBAR\.LE gsb0, 0x0", listing, re.DOTALL)
     assert [part.count("MUFU.EX2") >= cfg.keys // 2 for part in overlapped] == [True] * cfg.consumers * steps
     assert not any(re.search("STL|LDL", part) for part in overlapped)
 
@@ -312,13 +314,15 @@ def test_partitions_hand_on_every_block_and_never_wait_for_ever(seed: int) -> No
         Band(r.randint(0, 40), r.randint(0, 40)),
     ))  # fmt: skip
     group, batch = r.choice((1, 2)), r.choice((1, 2))
-    problem = problem_of(band=band, q_len=q_len, k_len=k_len, heads=2 * group, kv_heads=2, batch=batch)
+    d, v_dim = r.choice(((64, 64), (96, 96), (192, 128)))
+    problem = problem_of(d, v_dim, band, q_len=q_len, k_len=k_len, heads=2 * group, kv_heads=2, batch=batch)
     queries = r.choice((1, 2))
     cfg = config.Config(
         r.choice((128, 192)), r.choice((64, 128)), r.choice((2, 3)), queries, r.random() < 0.7, r.random() < 0.3
     )
     options = replace(
-        host.Options.of(problem, cfg, band.offset(q_len, k_len)), O_IN_Q=cfg.o_in_q(64, 64) and r.random() < 0.7
+        host.Options.of(problem, cfg, band.offset(q_len, k_len)),
+        O_IN_Q=queries == 1 and not cfg.q_in_registers and r.random() < 0.7,
     )
     names = ("q_len", "k_len", "diagonal", "left", "right", "heads", "group", "tiles", "together", "total")
     tiles = -(-q_len // cfg.rows)
@@ -385,8 +389,8 @@ def test_sequences_and_block_masks_played(seed: int) -> None:
     ))  # fmt: skip
     origin = (1, 1, 128, 256) if blocks and r.random() < 0.3 else (0, 0, 0, 0)
     problem = problem_of(
-        band=band, q_len=max(q_len, 1), k_len=max(k_len, 1), heads=2 * group, kv_heads=2, batch=batch, blocks=blocks,
-        layout=Layout.PACKED if packed else Layout.DENSE, q_lens=q_lens, k_lens=k_lens,
+        r.choice((64, 96)), band=band, q_len=max(q_len, 1), k_len=max(k_len, 1), heads=2 * group, kv_heads=2,
+        batch=batch, blocks=blocks, layout=Layout.PACKED if packed else Layout.DENSE, q_lens=q_lens, k_lens=k_lens,
     )  # fmt: skip
     varied = packed or q_lens or k_lens
     diagonal = origin[2] - origin[3]

@@ -113,7 +113,7 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str, deterministic: bool
         assert len(re.findall(r"LDG\.E\.128", listing)) >= 8, "rows are loaded by 16 bytes"
         assert len(re.findall(r"STG\.E\.128", listing)) >= 4
     taken = resources(binary)
-    wide = config.width(max(d, v_dim))
+    wide = config.backward_width(max(d, v_dim))
     assert taken.spilled <= SPILLS[wide, problem.softcap > 0]
     assert not taken.unwritten, "ptxas left out an instruction"
     bytes_of_tiles = config.backward_shared_bytes(config.BACKWARD[wide], wide)

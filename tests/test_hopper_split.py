@@ -28,7 +28,7 @@ F16, BF16 = torch.float16, torch.bfloat16
 
 @pytest.mark.parametrize("which", ["dq", "dkdv"])
 def test_it_fits_the_shared_memory_and_the_registers(which: str) -> None:
-    row, wide = config.SPLIT, config.WIDTHS[-1]
+    row, wide = config.SPLIT, config.BACKWARD_WIDTHS[-1]
     cfg: config.Kernel = getattr(row, which)
     bytes_of = getattr(config, f"{which}_bytes")
     assert row.evidence
@@ -38,7 +38,7 @@ def test_it_fits_the_shared_memory_and_the_registers(which: str) -> None:
     assert row.dq.rows % row.dkdv.rows == 0  # dq_kernel writes the statistics that dkdv_kernel reads
     consumer, producer = cfg.registers
     assert 128 * (2 * consumer + producer) <= 65536
-    for v_wide in config.WIDTHS:
+    for v_wide in config.BACKWARD_WIDTHS:
         for sizes in ((wide, v_wide), (v_wide, wide)):
             assert bytes_of(cfg, *sizes) + 1024 <= config.SHARED
 
@@ -79,12 +79,13 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
     assert "registers" in said
     assert "wgmma" not in said, said  # ptxas reports when it makes them wait for each other
     assert "warning" not in said, said
+    wide, v_wide = config.backward_width(d), config.backward_width(v_dim)
     for name, binary in zip(("dq", "dkdv"), binaries, strict=True):
         kernel: config.Kernel = getattr(config.SPLIT, name)
         taken = resources(binary)
         assert taken.spilled <= SPILLS[name][kind == "dressed"], name
         assert not taken.unwritten, "ptxas left out an instruction"
-        bytes_of_tiles = getattr(config, f"{name}_bytes")(kernel, config.width(d), config.width(v_dim))
+        bytes_of_tiles = getattr(config, f"{name}_bytes")(kernel, wide, v_wide)
         assert bytes_of_tiles < taken.shared <= min(bytes_of_tiles + 2048, config.SHARED)
         listing = listing_of(binary)
         for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):

@@ -24,13 +24,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ... import mask as arithmetic
-from .forward import INF, LN2, matrix, numbers, tanh
+from .forward import INF, LN2, numbers, tanh
 from .pipeline import (
     Ring,
     aggregate,
     await_turn,
     computed,
     end_turn,
+    matrix,
     meet,
     ring_of,
     store_by_tma,

@@ -130,7 +130,7 @@ class Launches(NamedTuple):
 @lru_cache(maxsize=READY)
 def launches_of(problem: Problem, origin: Origin, of_dlse: Strides | None, *of_rows: Strides) -> Launches:
     """of_rows: the strides of do, q, k, v."""
-    wide = config.width(max(problem.qk_dim, problem.v_dim))
+    wide = config.backward_width(max(problem.qk_dim, problem.v_dim))
     cfg = config.BACKWARD[wide]
     options = Options.of(problem, cfg, wide)
     dq, dk, dv = gradients_of(problem)
@@ -193,7 +193,7 @@ class SplitOptions:
     def of(cls, problem: Problem, kernel: Kernel) -> SplitOptions:
         consumer_registers, producer_registers = kernel.registers
         return cls(
-            WIDTH=config.width(problem.qk_dim), V_WIDTH=config.width(problem.v_dim), ROWS=kernel.rows, KEYS=kernel.keys,
+            WIDTH=config.backward_width(problem.qk_dim), V_WIDTH=config.backward_width(problem.v_dim), ROWS=kernel.rows, KEYS=kernel.keys,
             STAGES=kernel.stages, V_STAGES=kernel.v_stages, LEFT=problem.band.left is not None,
             MASKED=not problem.band.is_full, SOFTCAP=problem.softcap > 0,
             CONSUMER_REGISTERS=consumer_registers, PRODUCER_REGISTERS=producer_registers,
@@ -240,4 +240,4 @@ def split_of(problem: Problem, origin: Origin, of_dlse: Strides | None, *of_rows
 def box(problem: Problem, tensor: tuple[Any, ...], side: int) -> Box:
     """Of a tensor (shape, strides, ...), in blocks of `side` rows."""
     shape, of_rows, *_ = tensor
-    return box_of(shape, of_rows, (side, config.width(shape[-1])), problem.dtype)
+    return box_of(shape, of_rows, (side, config.backward_width(shape[-1])), problem.dtype)

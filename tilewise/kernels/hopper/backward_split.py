@@ -25,8 +25,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ... import mask as arithmetic
-from .forward import INF, LN2, LOG2E, mask, matrix, numbers, tanh
-from .pipeline import Ring, aggregate, ring_of, store_by_tma, wait_for_stores
+from .forward import INF, LN2, LOG2E, mask, numbers, tanh
+from .pipeline import Ring, aggregate, matrix, ring_of, store_by_tma, wait_for_stores
 from .walk import PIECE, Call, key_range, mask_free_range, tile_of
 
 query_range = gluon.jit(arithmetic.query_range)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from ...problem import Layout, Problem
 
 PIECE = 64  # rows of a consumer warpgroup
-WIDTHS = (64, 128, 256)  # columns of a tile: heads of another size are filled up with zeros by TMA
+WIDTHS = (64, 96, 128, 192, 256)  # columns of a tile: heads of another size are filled up with zeros by TMA
 KINDS = ("short", "long")
 LONG = 2048  # keys from which a problem is
 SHARED = 227 * 1024  # bytes that a block may take on sm90
+BARRIERS = 1280  # more bytes than barriers and numbers take
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,15 @@ class Config:
         return self.rows // PIECE
 
     def o_in_q(self, wide: int, v_wide: int) -> bool:
-        """O is stored through Q's place."""
-        return self.queries == 1 and wide == v_wide and not self.q_in_registers
+        """O is stored through Q's place, or the first parts of it. With room for its own the next Q need not wait for it."""
+        own = 2 * self.rows * v_wide
+        crowded = self.bytes_loaded(wide, v_wide) + own + BARRIERS > SHARED
+        first_parts = wide & -(v_wide & -v_wide) == v_wide
+        return crowded and first_parts and self.queries == 1 and not self.q_in_registers
+
+    def bytes_loaded(self, wide: int, v_wide: int) -> int:
+        """Shared memory of Q, K and V."""
+        return 2 * (self.rows * wide * self.queries + self.stages * self.keys * (wide + v_wide))
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -59,27 +67,43 @@ class Row:
 # TFLOP/s on an H200, bf16, 16k tokens, Triton 3.6, 2026-11-30, five interleaved rounds of kernels alone. In a study that
 # these kernels come from blocks of 64 keys with 128 columns reached 550, and without P V in flight during the softmax 619 of
 # 672 were left; it chose the tiles.
-TABLE: dict[int, Row] = {
-    64: Row(
+TABLE: dict[tuple[int, int], Row] = {
+    (64, 64): Row(
         Config(192, 128, 2, 2, half=True),
         "full 529 at 2k, 557 at 16k; causal 439, 540. 128 rows: 473, 466; 410, 462; with whole blocks only causal 432, 527."
         " Short: full 411 at 512, 452 at 1k, causal 242, 341; 192 rows 395, 454, 213, 323; Q in shared memory 384, 433, 234, 334",
         short=Config(128, 128, 3, 1, half=True, q_in_registers=True),
     ),
-    128: Row(
+    (96, 96): Row(
+        Config(128, 128, 2, 1, half=True, q_in_registers=True), "not measured yet: as 128 columns"
+    ),
+    (128, 128): Row(
         Config(128, 128, 2, 1, half=True, q_in_registers=True),
         "full 557 at 512, 712 at 2k, 695 at 16k; causal 350, 617, 700. Two tiles of Q in shared memory: full 554, 702, 686; causal"
         " 343, 606, 693; those with whole blocks only causal 348, 607, 690",
     ),
-    256: Row(
+    (192, 128): Row(
+        Config(128, 128, 2, 1, half=True),
+        "not measured yet: FlashAttention-3's, with K and V of two blocks in shared memory and O in the place of Q",
+    ),
+    (192, 192): Row(
+        Config(128, 64, 3, 1), "not measured yet: of 128 keys there is no second stage",
+    ),
+    (256, 256): Row(
         Config(128, 64, 2, 1), "full 751 at 2k, 821 at 16k (another host); causal 654, 781",
     ),
 }  # fmt: skip
 
 
-def width(size: int) -> int:
+def width(size: int, widths: tuple[int, ...] = WIDTHS) -> int:
     """The columns of a tile of heads of this size."""
-    return next(wide for wide in WIDTHS if size <= wide)
+    return next(wide for wide in widths if size <= wide)
+
+
+def chunk(wide: int, other: int) -> int:
+    """Of a tile's columns those that a descriptor moves at once: all. If its or the others' are in parts, a divisor of each."""
+    divisors = wide & -wide, other & -other  # powers of two
+    return wide if divisors == (wide, other) else min(divisors)
 
 
 def kind_of(problem: Problem) -> str:
@@ -89,20 +113,25 @@ def kind_of(problem: Problem) -> str:
     return "long" if problem.k_len >= LONG or problem.q_layout is Layout.PACKED else "short"
 
 
+def row_of(size: int, v_size: int) -> Row:
+    """The first one whose tiles such heads fit in."""
+    return next(row for (wide, v_wide), row in TABLE.items() if size <= wide and v_size <= v_wide)
+
+
 def choose(problem: Problem) -> Config:
     """The configuration of the forward."""
-    return TABLE[width(max(problem.qk_dim, problem.v_dim))].config(kind_of(problem))
+    return row_of(problem.qk_dim, problem.v_dim).config(kind_of(problem))
 
 
 def shared_bytes(config: Config, wide: int, v_wide: int) -> int:
-    """Bytes of shared memory that a block takes, without its barriers and numbers (less than 1.25 KiB)."""
-    q = config.rows * wide * config.queries
-    o = 0 if config.o_in_q(wide, v_wide) else config.rows * v_wide
-    return 2 * (q + o + config.stages * config.keys * (wide + v_wide))
+    """Bytes of shared memory that a block takes, without its barriers and numbers."""
+    o = 0 if config.o_in_q(wide, v_wide) else 2 * config.rows * v_wide
+    return config.bytes_loaded(wide, v_wide) + o
 
 
 # ---- backward, dQ by TMA ---------------------------------------------------------------------------------------------
 
+BACKWARD_WIDTHS = (64, 128, 256)
 BACKWARD_KEYS = 128  # of a tile: a piece for each of two consumers
 
 
@@ -129,6 +158,11 @@ BACKWARD: dict[int, Backward] = {
         " Consumers that add to dQ themselves: 366, 593, 577; 228, 557, 584. Vector atomics, in a study, were 8 % slower",
     ),
 }  # fmt: skip
+
+
+def backward_width(size: int) -> int:
+    """The columns of a tile of heads of this size: all in one part."""
+    return width(size, BACKWARD_WIDTHS)
 
 
 def backward_shared_bytes(config: Backward, wide: int) -> int:

@@ -21,15 +21,19 @@ from .pipeline import (
     Ring,
     aggregate,
     begin_claim,
+    beside,
+    chunks_of,
     computed,
     end_claim,
+    matrix,
     number,
     pass_turn,
     put,
     ring_of,
+    ring_of_parts,
     stay_before,
-    store_by_tma,
     take_turn,
+    tma_store,
     wait_for_stores,
 )  # fmt: skip
 from .walk import PIECE, TILE, WALK, Call, clipped, place_of, visit, way
@@ -148,7 +152,7 @@ def load_tile(q_desc, k_desc, v_desc, counter, lists, t, n, claim, place, rings,
     b = place.b
     kv = place.h // place.call.group
     for c in gl.static_range(CONSUMERS):
-        rings.q.load(t * CONSUMERS + c, q_desc, [b, place.h, place.q_start + (place.row * O.ROWS + PIECE * c), 0])
+        rings.q.load_parts(t * CONSUMERS + c, q_desc, [b, place.h, place.q_start + (place.row * O.ROWS + PIECE * c), 0])
     if O.BLOCKS:
         blocks = way(lists, place, O)
         count = gl.maximum(blocks[0], 1)
@@ -160,12 +164,12 @@ def load_tile(q_desc, k_desc, v_desc, counter, lists, t, n, claim, place, rings,
             rings.blocks.commit(n)
             if j == count - 1:
                 claim = begin_claim(counter)
-            rings.k.load(n, k_desc, [b, kv, place.k_start + j0, 0])
+            rings.k.load_parts(n, k_desc, [b, kv, place.k_start + j0, 0])
             if j > 0:
-                rings.v.load(n - 1, v_desc, rows_of_v(place, kv, before, O))
+                rings.v.load_parts(n - 1, v_desc, rows_of_v(place, kv, before, O))
             before = j0
             n += 1
-        rings.v.load(n - 1, v_desc, rows_of_v(place, kv, before, O))
+        rings.v.load_parts(n - 1, v_desc, rows_of_v(place, kv, before, O))
     else:
         lo, hi = place.call.blocks(place.row * O.ROWS, O.ROWS, O)
         tell(rings, t, place, lo, hi, O)
@@ -173,11 +177,11 @@ def load_tile(q_desc, k_desc, v_desc, counter, lists, t, n, claim, place, rings,
             block = hi - 1 - j
             if block == lo:
                 claim = begin_claim(counter)
-            rings.k.load(n, k_desc, [b, kv, place.k_start + block * O.KEYS, 0])
+            rings.k.load_parts(n, k_desc, [b, kv, place.k_start + block * O.KEYS, 0])
             if j > 0:
-                rings.v.load(n - 1, v_desc, rows_of_v(place, kv, (block + 1) * O.KEYS, O))
+                rings.v.load_parts(n - 1, v_desc, rows_of_v(place, kv, (block + 1) * O.KEYS, O))
             n += 1
-        rings.v.load(n - 1, v_desc, rows_of_v(place, kv, lo * O.KEYS, O))
+        rings.v.load_parts(n - 1, v_desc, rows_of_v(place, kv, lo * O.KEYS, O))
     return n, claim
 
 
@@ -190,26 +194,99 @@ def rows_of_v(place, kv, j0, O: gl.constexpr):
         return [place.b, kv, j0, 0]
 
 
+# ---- parts -----------------------------------------------------------------------------------------------------------
+#
+# A tensor has 2^n columns, and a head of 96 or 192 has not. So a tile is a tuple of parts, 64 + 32 or 128 + 64 columns; others
+# are of one. One descriptor loads them all, a chunk of columns at a time (`config.chunk`).
+
+
+@gluon.constexpr_function
+def parts(width):
+    """The columns of each part: the powers of two that add up to the width, the largest first."""
+    return [1 << n for n in reversed(range(width.bit_length())) if width >> n & 1]
+
+
+@gluon.jit
+def buffers_of(n: gl.constexpr, WIDTH: gl.constexpr, descriptor):
+    """Of each part n buffers in shared memory, for tiles of as many rows as the descriptor's blocks have."""
+    PARTS: gl.constexpr = parts(WIDTH)
+    found: gl.tuple = ()
+    for part in gl.static_range(len(PARTS)):
+        found += (allocate(n, PARTS[part], descriptor),)
+    return found
+
+
+@gluon.jit
+def allocate(n: gl.constexpr, COLUMNS: gl.constexpr, descriptor):
+    return gl.allocate_shared_memory(descriptor.dtype, wider(n, descriptor.block_shape, COLUMNS), descriptor.layout)
+
+
+@gluon.constexpr_function
+def wider(n, block, columns):
+    """The shape of n buffers of blocks with so many columns."""
+    return [n, *block[:-1], columns]
+
+
+@gluon.jit
+def wait_for(ring, n):
+    """The parts of a Ring's item n, once it is committed: matrices in shared memory."""
+    ring.wait(n)
+    return [matrix(part) for part in ring.parts(n)]
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """The layout of a piece's sums."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def zeros(WIDTH: gl.constexpr):
+    """O of a piece."""
+    PARTS: gl.constexpr = parts(WIDTH)
+    found: gl.tuple = ()
+    for n in gl.static_range(len(PARTS)):
+        found += (zero(PARTS[n]),)
+    return found
+
+
+@gluon.jit
+def zero(COLUMNS: gl.constexpr):
+    return gl.zeros([PIECE, COLUMNS], gl.float32, accumulator(COLUMNS))
+
+
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def matrix(buffer):
-    """A block of one head, (..., rows, columns) in shared memory, as (rows, columns)."""
-    ROWS: gl.constexpr = buffer.shape[len(buffer.shape) - 2]
-    COLUMNS: gl.constexpr = buffer.shape[len(buffer.shape) - 1]
-    return buffer.reshape([ROWS, COLUMNS])
+def scores(q, k, KEYS: gl.constexpr, O: gl.constexpr):
+    """S = Q K^T of a piece and the first KEYS keys of a block; asynchronous."""
+    S = zero(KEYS)
+    for n in gl.static_range(len(q)):
+        q_part = q[n]
+        if O.Q_IN_REGISTERS:
+            q_part = gl.convert_layout(q_part, gl.DotOperandLayout(0, accumulator(KEYS), 2), assert_trivial=True)
+        S = warpgroup_mma(q_part, k[n].slice(0, KEYS, dim=0).permute([1, 0]), S, use_acc=n > 0, is_async=True)
+    return S
 
 
 @gluon.jit
-def scores(q, k, O: gl.constexpr):
-    """S = Q K^T of a piece and a block of keys in shared memory; asynchronous."""
-    KEYS: gl.constexpr = k.shape[0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    if O.Q_IN_REGISTERS:
-        q = gl.convert_layout(q, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
-    zero = gl.zeros([PIECE, KEYS], gl.float32, layout)
-    return warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
+def add_values(P, v, o):
+    """O += P V of as many keys as P has; asynchronous, a matmul a part."""
+    sums: gl.tuple = ()
+    for n in gl.static_range(len(o)):
+        P_n = gl.convert_layout(P, gl.DotOperandLayout(0, o[n].type.layout, 2), assert_trivial=True)
+        sums += (warpgroup_mma(P_n, v[n].slice(0, P.shape[1], dim=0), o[n], is_async=True),)
+    return sums
+
+
+@gluon.jit
+def wait_for_values(o):
+    """O, when no matmul is in flight."""
+    if len(o) == 1:
+        return (warpgroup_mma_wait(0, o),)
+    else:
+        return warpgroup_mma_wait(0, o)
 
 
 @gluon.jit
@@ -386,13 +463,12 @@ def first_step(q, n, first, block, bits, above, rings, call, KEYS: gl.constexpr,
     """
     j0, masked, tile = block
     dtype: gl.constexpr = rings.q.buffers.dtype
-    m_layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.KEYS, 16]))
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.V_WIDTH, 16])
+    m_layout: gl.constexpr = gl.SliceLayout(1, accumulator(O.KEYS))
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(O.KEYS), 2)
     l_layout: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [PIECE, 4]
     )
-    k = matrix(rings.k.wait(n))
-    S = scores(q, k.slice(0, KEYS, dim=0), O)
+    S = scores(q, wait_for(rings.k, n), KEYS, O)
     S = warpgroup_mma_wait(0, [S])
     rings.k.release(n)
     if above > 0:
@@ -407,7 +483,7 @@ def first_step(q, n, first, block, bits, above, rings, call, KEYS: gl.constexpr,
     P = P.to(dtype)
     if KEYS < O.KEYS and (O.CONSUMER_REGISTERS < 240 or O.Q_IN_REGISTERS):
         P = computed(P)  # Else ptxas issues the next S first, and has no registers for this one beside it.
-    P = gl.convert_layout(P, gl.DotOperandLayout(0, o_layout, 2))
+    P = gl.convert_layout(P, p_layout)
     return P, gl.convert_layout(m, m_layout, assert_trivial=True), l
 
 
@@ -417,13 +493,12 @@ def step(P, o, m, l, q, n, first, block, bits, rings, call, C: gl.constexpr, O: 
     during the softmax of S."""
     CONSUMERS: gl.constexpr = O.ROWS // PIECE
     j0, masked, tile = block
-    k = rings.k.wait(n)
+    k = wait_for(rings.k, n)
     take_turn(C)
-    S = scores(q, matrix(k), O)
-    v = rings.v.wait(n - 1)
-    o = warpgroup_mma(P, matrix(v).slice(0, P.shape[1], dim=0), o, is_async=True)
+    S = scores(q, k, O.KEYS, O)
+    o = add_values(P, wait_for(rings.v, n - 1), o)
     pass_turn((C + 1) % CONSUMERS)
-    S = warpgroup_mma_wait(1, [S])
+    S = warpgroup_mma_wait(len(o), [S])
     rings.k.release(n)
     S = cap(S, call, O)
     if O.MASKED and masked:
@@ -432,20 +507,42 @@ def step(P, o, m, l, q, n, first, block, bits, rings, call, C: gl.constexpr, O: 
         S = bits_mask(S, bits, tile, j0, C)
     P_next, m, l, alpha = softmax(S, m, l, call, O.MASKED, O)
     stay_before(l)
-    o = warpgroup_mma_wait(0, [o])
+    o = wait_for_values(o)
     rings.v.release(n - 1)
     # Only now: the matmul in flight read P's registers.
     P = gl.convert_layout(P_next.to(rings.q.buffers.dtype), P.type.layout)
-    return P, rescale(o, alpha), m, l
+    return P, [rescale(part, alpha) for part in o], m, l
+
+
+@gluon.jit
+def times(o, factor):
+    """O * factor, a row each."""
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout), assert_trivial=True)
+    return o * factor[:, None]
 
 
 @gluon.jit
 def of_rows_in_use(o, L, end):
     """(O, lse) with 0 and -inf in rows from `end` on, where Q may have been NaN."""
     used = gl.arange(0, PIECE, L.type.layout) < end
-    L = gl.where(used, L, -INF)
+    return [zero_unless(part, used) for part in o], gl.where(used, L, -INF)
+
+
+@gluon.jit
+def zero_unless(o, used):
     used = gl.convert_layout(used, gl.SliceLayout(1, o.type.layout), assert_trivial=True)
-    return gl.where(used[:, None], o, 0.0), L
+    return gl.where(used[:, None], o, 0.0)
+
+
+@gluon.jit
+def store(o, buffers, descriptor, at):
+    """Store O by TMA, which clips it at the tensor's end, through a buffer for each part; without waiting for it."""
+    for n in gl.static_range(len(o)):
+        matrix(buffers[n]).store(o[n].to(buffers[n].dtype))
+    fence_async_shared()
+    chunks = chunks_of(buffers, descriptor)
+    for c in gl.static_range(len(chunks)):
+        tma_store(descriptor, beside(at, c * descriptor.block_shape[-1]), chunks[c])
 
 
 @gluon.jit
@@ -456,10 +553,7 @@ def consumer(o_desc, o_buffers, lse, sink, bits, rings, call, C: gl.constexpr, O
     hands the turn on for each, so that all take as many.
     """
     CONSUMERS: gl.constexpr = O.ROWS // PIECE
-    dtype: gl.constexpr = rings.q.buffers.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.KEYS, 16])
-    V_WIDTH: gl.constexpr = O.V_WIDTH
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_WIDTH, 16])
+    s_layout: gl.constexpr = accumulator(O.KEYS)
     if C == 0:
         pass_turn(0)
     t = 0
@@ -488,12 +582,11 @@ def consumer(o_desc, o_buffers, lse, sink, bits, rings, call, C: gl.constexpr, O
         # V of the last of them comes after K of the first own block: it is handed back when S of that has been made.
 
         item = t * CONSUMERS + C
-        q_buffer = rings.q.wait(item)
-        q = matrix(q_buffer)
+        q = wait_for(rings.q, item)
         if O.Q_IN_REGISTERS:
-            q = q.load(gl.DotOperandLayout(0, s_layout, 2))
+            q = [part.load(gl.DotOperandLayout(0, s_layout, 2)) for part in q]
             rings.q.release(item)
-        o = gl.zeros([PIECE, V_WIDTH], gl.float32, o_layout)
+        o = zeros(O.V_WIDTH)
         hi -= 1
         block = block_at(n, hi, free_lo, free_hi, rings, O)
         if O.HALF and half > 0:
@@ -511,10 +604,9 @@ def consumer(o_desc, o_buffers, lse, sink, bits, rings, call, C: gl.constexpr, O
             n += 1
         if not O.O_IN_Q and not O.Q_IN_REGISTERS:
             rings.q.release(item)
-        v = rings.v.wait(n - 1)
-        o = warpgroup_mma(P, matrix(v), o, is_async=True)
+        o = add_values(P, wait_for(rings.v, n - 1), o)
         l_row = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
-        o = warpgroup_mma_wait(0, [o])
+        o = wait_for_values(o)
         rings.v.release(n - 1)
         for _ in range(below):
             take_turn(C)
@@ -524,19 +616,18 @@ def consumer(o_desc, o_buffers, lse, sink, bits, rings, call, C: gl.constexpr, O
             n += 1
 
         factor, L = finalize(m, l_row, sink, h, O.SINK)
-        factor = gl.convert_layout(factor, gl.SliceLayout(1, o_layout), assert_trivial=True)
         if O.O_IN_Q:
-            buffer = q_buffer
+            place = rings.q.parts(item)[: len(o)]
         else:
-            buffer = o_buffers.index(C)
+            place = [part.index(C) for part in o_buffers]
             wait_for_stores()
-        o *= factor[:, None]
+        o = [times(part, factor) for part in o]
         if O.VARIED:
             o, L = of_rows_in_use(o, L, own.q_len - first)
         if O.PACKED:
-            store_by_tma(o.to(dtype), buffer, o_desc, clipped(q_start, q_span, h, first))
+            store(o, place, o_desc, clipped(q_start, q_span, h, first))
         else:
-            store_by_tma(o.to(dtype), buffer, o_desc, [b, h, first, 0])
+            store(o, place, o_desc, [b, h, first, 0])
         at = first + gl.arange(0, PIECE, gl.SliceLayout(1, s_layout))
         gl.store(lse + (b.to(gl.int64) * call.heads + h) * call.q_len + q_start + at, L, mask=at < q_span)
         if O.O_IN_Q:
@@ -546,12 +637,6 @@ def consumer(o_desc, o_buffers, lse, sink, bits, rings, call, C: gl.constexpr, O
         row = number(rings.tiles.wait(t), 0)
     rings.tiles.release(t)
     wait_for_stores()
-
-
-@gluon.constexpr_function
-def stacked(n, block):
-    """The shape of n buffers of a block."""
-    return [n, *block]
 
 
 @gluon.jit(
@@ -565,9 +650,9 @@ def forward_kernel(
     q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total, batch, v_apart,
     blocks_b, blocks_h, blocks_n, blocks_m, base, i0, j0, O: gl.constexpr,
 ):  # fmt: skip
-    """o, q, k, v: TMA descriptors of (B, H, S, D) in blocks of 64 rows (o, q) or KEYS; lse (B, Hq, Sq), contiguous.
+    """o, q, k, v: TMA descriptors of (B, H, S, D) in blocks of 64 rows (o, q) or KEYS, and of a chunk's columns.
 
-    Packed: q and k of (1, H, T, D), o and v `tensors.ragged`, v with k_lens too; lse (Hq, T), q_len and k_len are T.
+    lse: (B, Hq, Sq), contiguous. Packed: q and k of (1, H, T, D), o and v `tensors.ragged`, v with k_lens too; lse (Hq, T), q_len and k_len are T.
     sink: (Hq,) or None. counter: one int32, 0 before the launch and after it. v_apart: rows of V between sequences.
     full_count ... bits: a BlockMask's query-major lists and its pool, or None; blocks_*: their strides; base: where
     (b, h) = 0 is among their rows.
@@ -575,18 +660,19 @@ def forward_kernel(
     CONSUMERS: gl.constexpr = O.ROWS // PIECE
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tile_buffers = gl.allocate_shared_memory(gl.int32, [2, 32], plain)
-    q_buffers = gl.allocate_shared_memory(q.dtype, stacked(O.QUERIES * CONSUMERS, q.block_shape), q.layout)
-    k_buffers = gl.allocate_shared_memory(k.dtype, stacked(O.STAGES, k.block_shape), k.layout)
-    v_buffers = gl.allocate_shared_memory(v.dtype, stacked(O.STAGES, v.block_shape), v.layout)
+    q_buffers = buffers_of(O.QUERIES * CONSUMERS, O.WIDTH, q)
+    k_buffers = buffers_of(O.STAGES, O.WIDTH, k)
+    v_buffers = buffers_of(O.STAGES, O.V_WIDTH, v)
     o_buffers = q_buffers
     if not O.O_IN_Q:
-        o_buffers = gl.allocate_shared_memory(o.dtype, stacked(CONSUMERS, o.block_shape), o.layout)
+        o_buffers = buffers_of(CONSUMERS, O.V_WIDTH, o)
     tile_ring = ring_of(tile_buffers, CONSUMERS)
     block_ring = tile_ring
     if O.BLOCKS:
         block_ring = ring_of(gl.allocate_shared_memory(gl.int32, [4, 2], plain), CONSUMERS)
     rings = Rings(
-        tile_ring, ring_of(q_buffers, 1), ring_of(k_buffers, CONSUMERS), ring_of(v_buffers, CONSUMERS), block_ring
+        tile_ring, ring_of_parts(q_buffers, 1), ring_of_parts(k_buffers, CONSUMERS),
+        ring_of_parts(v_buffers, CONSUMERS), block_ring,
     )  # fmt: skip
     fence_async_shared()
     call = Call(q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total)

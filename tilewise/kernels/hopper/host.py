@@ -139,7 +139,9 @@ def launch_of(problem: Problem, origin: Origin, at_once: int, alike: bool, lists
     total = tiles * problem.heads * (1 if packed else problem.batch)
     o, lse = memory(problem.o_shape, problem.dtype), memory(problem.lse_shape, torch.float32)
     shapes = problem.o_shape, q_shape(problem), problem.k_shape, v_shape(problem)
-    sides = (PIECE, options.V_WIDTH), (PIECE, options.WIDTH), (cfg.keys, options.WIDTH), (cfg.keys, options.V_WIDTH)
+    widths = options.WIDTH, options.V_WIDTH
+    chunk, v_chunk = (config.chunk(*pair) for pair in (widths, widths[::-1]))
+    sides = (PIECE, v_chunk), (PIECE, chunk), (cfg.keys, chunk), (cfg.keys, v_chunk)
     clipped = packed, False, False, packed or problem.k_lens
     boxes = (
         box_of(shape, strides, side, problem.dtype, at_ends)

@@ -16,7 +16,7 @@ import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.core import _aggregate as aggregate  # triton.aggregate, from 3.8 on
 
@@ -34,6 +34,13 @@ def _reduce_add(descriptor, at, buffer, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, at, buffer.handle)
 
 
+@builtin
+def seen_as(buffer, shape, layout, _semantic=None):
+    """A buffer's memory in another shape of that size. Triton's method of a buffer has two names."""
+    shape = [_unwrap_if_constexpr(side) for side in shape]
+    return _semantic.memdesc_reinterpret(buffer, buffer.dtype, shape, _unwrap_if_constexpr(layout))
+
+
 tma_add = getattr(tma, "async_atomic_add", None) or _reduce_add
 
 
@@ -42,18 +49,26 @@ class Ring:
     """STAGES buffers of BYTES between one writer and READERS partitions; `full` and `empty` are their mbarriers."""
 
     buffers: gl.shared_memory_descriptor  # (STAGES, ...)
+    others: gl.tuple  # of a tile in parts those of its other ones
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     STAGES: gl.constexpr
     BYTES: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, buffers, full, empty, STAGES, BYTES):
+    def __init__(self, buffers, others, full, empty):
         self.buffers = buffers
+        self.others = others
         self.full = full
         self.empty = empty
-        self.STAGES = gl.constexpr(STAGES)
-        self.BYTES = gl.constexpr(BYTES)
+        self.STAGES = gl.constexpr(buffers.shape[0])
+        self.BYTES = gl.constexpr(_bytes_of_one(buffers) + sum(_bytes_of_one(part) for part in others))
+
+    @gluon.jit
+    def parts(self, n):
+        """Item n's buffers, one for each part."""
+        first = (self.buffers,)
+        return [part.index(n % self.STAGES) for part in first + self.others]
 
     @gluon.jit
     def acquire(self, n):
@@ -71,6 +86,14 @@ class Ring:
         """The writer: acquire, and a TMA load, which commits when its bytes (zeros outside the tensor) are there."""
         full = self.expect(n, self.BYTES)
         tma_load(descriptor, at, full, self.buffers.index(n % self.STAGES))
+
+    @gluon.jit
+    def load_parts(self, n, descriptor, at):
+        """The writer: the same of a tile in parts, by a load for each chunk."""
+        full = self.expect(n, self.BYTES)
+        chunks = chunks_of(self.parts(n), descriptor)
+        for c in gl.static_range(len(chunks)):
+            tma_load(descriptor, beside(at, c * descriptor.block_shape[-1]), full, chunks[c])
 
     @gluon.jit
     def expect(self, n, BYTES: gl.constexpr):
@@ -101,18 +124,68 @@ class Ring:
 @gluon.jit
 def ring_of(buffers, READERS: gl.constexpr):
     """A Ring of the buffers (STAGES, ...)."""
-    STAGES: gl.constexpr = buffers.shape[0]
+    return ring_of_parts((buffers,), READERS)
+
+
+@gluon.jit
+def ring_of_parts(parts, READERS: gl.constexpr):
+    """A Ring of tiles in parts, the buffers (STAGES, ...) of each."""
+    STAGES: gl.constexpr = parts[0].shape[0]
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=READERS)
-    return Ring(buffers, full, empty, STAGES, _bytes_of_one(buffers.dtype, buffers.shape))
+    return Ring(parts[0], parts[1:], full, empty)
+
+
+@gluon.jit
+def beside(at, columns: gl.constexpr):
+    """A place so many columns further on."""
+    column = [at[-1] + columns]
+    return at[:-1] + column
+
+
+@gluon.jit
+def chunks_of(parts, descriptor):
+    """A tile's memory as the blocks that the descriptor loads and stores, from left to right."""
+    found: gl.tuple = ()
+    for n in gl.static_range(len(parts)):
+        found += chunks_of_part(parts[n], descriptor)
+    return found
+
+
+@gluon.jit
+def chunks_of_part(part, descriptor):
+    """A swizzled matrix has its first columns in all rows first, as many as the swizzle's 32, 64 or 128 bytes; then the next."""
+    CHUNKS: gl.constexpr = part.shape[-1] // descriptor.block_shape[-1]
+    if CHUNKS == 1:
+        return (part,)
+    else:
+        found: gl.tuple = ()
+        chunks = seen_as(part, stacked(CHUNKS, descriptor.block_shape), descriptor.layout)
+        for n in gl.static_range(CHUNKS):
+            found += (chunks.index(n),)
+        return found
 
 
 @gluon.constexpr_function
-def _bytes_of_one(dtype, shape):
-    return dtype.primitive_bitwidth // 8 * math.prod(shape[1:])
+def stacked(n, block):
+    """The shape of n buffers of a block."""
+    return [n, *block]
+
+
+@gluon.jit
+def matrix(buffer):
+    """A block of one head, (..., rows, columns) in shared memory, as (rows, columns)."""
+    ROWS: gl.constexpr = buffer.shape[len(buffer.shape) - 2]
+    COLUMNS: gl.constexpr = buffer.shape[len(buffer.shape) - 1]
+    return buffer.reshape([ROWS, COLUMNS])
+
+
+@gluon.constexpr_function
+def _bytes_of_one(buffers):
+    return buffers.dtype.primitive_bitwidth // 8 * math.prod(buffers.shape[1:])
 
 
 # ---- tiles -----------------------------------------------------------------------------------------------------------
