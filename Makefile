@@ -6,7 +6,8 @@ JOBS   ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 OLDEST := $(VENV)/oldest
-TRITONS := 3.6 3.8 3.9  # beside 3.7, which VENV has
+# Beside 3.7, which VENV has.
+TRITONS := 3.6 3.8 3.9
 
 .PHONY: demo test test-oldest test-tritons $(TRITONS:%=test-triton-%) lint slow bench clean
 
