@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tilewise import mask
-from tilewise.kernels.hopper import config, forward, pipeline, walk
+from tilewise.kernels.hopper import config, forward, pipeline, steps, walk
 from tilewise.kernels.tensors import FAR
 
 CALL = (
@@ -172,7 +172,7 @@ class Block:
         return lambda: consume("o", (Buffers([["o"]] * 3),), Anything(), None, "bits", self.rings, self.call, c, self.O)
 
     def call_of(self, *numbers: int) -> Any:
-        """A forward.Call with its own methods."""
+        """A walk.Call with its own methods."""
         call = SimpleNamespace(**dict(zip(CALL, numbers, strict=True)))
         for method in ("with_lengths", "keys", "blocks", "walk"):
             setattr(call, method, self.rewired(getattr(walk.Call, method)).__get__(call))
@@ -183,7 +183,7 @@ class Block:
         columns = config.chunk(width, other)
         first, *others = (
             Buffers([[None] for _ in range(max(side // columns, 1))] for _ in range(stages))
-            for side in forward.parts(width)
+            for side in steps.parts(width)
         )
         if name in ("tiles", "blocks"):
             first = Buffers([None] for _ in range(stages))
@@ -220,7 +220,8 @@ class Block:
             "bits_mask": self.bits_mask, "below": lambda list, n, tile: sum(x < tile for x in list.data[list.at :][:n]),
         }  # fmt: skip
         for name in PLAYED & set(plain.__code__.co_names):
-            names[name] = self.rewired(getattr(forward if hasattr(forward, name) else walk, name))
+            home = next(module for module in (forward, walk, pipeline) if hasattr(module, name))
+            names[name] = self.rewired(getattr(home, name))
         return FunctionType(plain.__code__, names, plain.__name__)
 
     def wait(self, barrier: Barrier, parity: int) -> None:

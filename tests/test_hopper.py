@@ -119,7 +119,7 @@ def test_rows_fit_the_shared_memory_and_the_registers() -> None:
             cfg = config.row_of(*sizes).config(kind)
             assert cfg.rows % config.PIECE == 0
             assert cfg.keys % config.PIECE == 0
-            # A piece's last block and its tile's are then neighbours or one (`forward.mask`: what `MASKED` relies on).
+            # A piece's last block and its tile's are then neighbours or one (`steps.mask`: what `MASKED` relies on).
             consumer, producer = cfg.registers
             assert 128 * (consumer * cfg.consumers + producer) <= 65536
             assert config.shared_bytes(cfg, *sizes) + config.BARRIERS <= config.SHARED, (sizes, kind)

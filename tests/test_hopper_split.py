@@ -158,7 +158,7 @@ def drawn(seed: int) -> tuple[random.Random, Any]:
 
 
 def numbers_of(problem: Any, length: int, side: int, heads: int, together: int) -> dict[str, int]:
-    """What `forward.Call` holds."""
+    """What `walk.Call` holds."""
     tiles = -(-length // side)
     left, right = problem.band.bounds
     return {

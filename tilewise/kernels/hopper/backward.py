@@ -24,7 +24,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ... import mask as arithmetic
-from .forward import INF, LN2, numbers, tanh
 from .pipeline import (
     Ring,
     aggregate,
@@ -39,6 +38,7 @@ from .pipeline import (
     tma_load,
     wait_for_stores,
 )  # fmt: skip
+from .steps import INF, LN2, numbers, tanh
 from .walk import PIECE, Call, key_range, tile_of
 
 KEYS = gl.constexpr(128)  # of a program: a piece for each consumer

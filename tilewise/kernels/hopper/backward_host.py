@@ -65,7 +65,7 @@ def statistics_of(problem: Problem) -> Memory:
 
 
 def numbers_of(problem: Problem, origin: Origin, length: int, side: int, heads: int, together: int) -> tuple[Any, ...]:
-    """`forward.Call` for tiles of `side` along `length`, of so many heads a sequence."""
+    """`walk.Call` for tiles of `side` along `length`, of so many heads a sequence."""
     left, right = problem.band.bounds
     diagonal = origin[2] - origin[3] + problem.band.offset(problem.q_len, problem.k_len)
     tiles = -(-length // side)

@@ -25,8 +25,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ... import mask as arithmetic
-from .forward import INF, LN2, LOG2E, mask, numbers, tanh
 from .pipeline import Ring, aggregate, matrix, ring_of, store_by_tma, wait_for_stores
+from .steps import INF, LN2, LOG2E, mask, numbers, tanh
 from .walk import PIECE, Call, key_range, mask_free_range, tile_of
 
 query_range = gluon.jit(arithmetic.query_range)
@@ -130,7 +130,7 @@ def factor(call, O: gl.constexpr):
 
 @gluon.jit
 def mask_turned(S, first, i0, call, O: gl.constexpr):
-    """-inf where a key of the tile at `first` is not seen by a query of the block at i0: `forward.mask` of (keys, queries)."""
+    """-inf where a key of the tile at `first` is not seen by a query of the block at i0: `steps.mask` of (keys, queries)."""
     KEYS: gl.constexpr = S.shape[0]
     ROWS: gl.constexpr = S.shape[1]
     S4 = S.reshape([KEYS, ROWS // 8, 4, 2])
