@@ -1,7 +1,7 @@
 """A block of the Hopper backward played on the CPU, as `hopper_machine` plays the forward.
 
 wgmma and TMA are asynchronous here too: what one reads is being read until the wait that ends it, and whoever writes
-there before that fails.
+there before that fails. Where dQ is added up in one order, a `Device` runs several of them at once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,13 @@ from hopper_machine import Anything, Barrier, Buffers, Scheduler, _Language
 
 from tilewise import mask
 from tilewise.kernels.hopper import backward, pipeline
+
+MASK = ("query_range", "mask_free_queries", "key_range", "tile_of")
+WALK = ("which_keys", "query_blocks")
+CALLS = {  # what functions of the kernel call, of its own ones
+    "producer": WALK, "consumer": (*WALK, "free_queries", "shares_of_head", "step"),
+    "adder": (*WALK, "shares_of_head", "turn_of"), "step": ("half_of_dq",),
+}  # fmt: skip
 
 
 class Memory(Anything):
@@ -57,12 +64,45 @@ class Product(Anything):
         self.of = of
 
 
+class Device:
+    """Runs programs, `room` of them at a time, begun in ascending order; has the counts of ended turns."""
+
+    def __init__(self, seed: int, room: int) -> None:
+        self.scheduler, self.room = Scheduler(seed), room
+        self.running: dict[int, int] = {}  # by program: partitions that have not ended
+        self.ended: dict[int, int] = defaultdict(int)  # turns, by share
+        self.adding: dict[int, Any] = {}  # by share: the add that is on its way
+        self.order: dict[int, list[Any]] = defaultdict(list)  # by share: adds that are in memory
+
+    def run(self, blocks: list[BackwardBlock]) -> None:
+        partitions: dict[str, Callable[[], None]] = {}
+        for block in blocks:
+            parts = block.partitions()
+            self.running[block.program] = len(parts)
+            partitions |= {f"{block.program} {name}": self.begun(block.program, part) for name, part in parts.items()}
+        self.scheduler.run(partitions)
+        assert not self.adding
+        for block in blocks:
+            block.check_end()
+
+    def begun(self, program: int, part: Callable[[], None]) -> Callable[[], None]:
+        """The partition, once there is room for its program."""
+
+        def run() -> None:
+            before = range(program)
+            self.scheduler.until(lambda: sum(self.running[n] > 0 for n in before) < self.room)
+            part()
+            self.running[program] -= 1
+
+        return run
+
+
 class BackwardBlock:
     """One program. Its log: ("pair", consumer, query head, keys from, queries from, masked) and what it stored."""
 
-    def __init__(self, call: Any, options: Any, program: int, seed: int) -> None:
-        self.O, self.call, self.program = options, call, program
-        self.scheduler = Scheduler(seed)
+    def __init__(self, call: Any, options: Any, program: int, device: Device) -> None:
+        self.O, self.call, self.program, self.device = options, call, program, device
+        self.scheduler = device.scheduler
         self.log: list[tuple[Any, ...]] = []
         self.in_flight: dict[str, list[tuple[Product, list[Memory]]]] = defaultdict(list)
         self.leaving: dict[str, list[Memory]] = defaultdict(list)  # by TMA
@@ -71,17 +111,28 @@ class BackwardBlock:
         do, rows = (Buffers([Memory(name) for _ in range(options.STAGES)]) for name in ("do", "statistics"))
         self.rings = SimpleNamespace(k=k, v=v, q=q, do=do, statistics=rows, BYTES=3)
         self.ds, self.dq = (Buffers([Memory(name) for _ in range(n)]) for name, n in (("dS", 4), ("dQ", 2)))
+        self.shares = self.ring("dQ", 2, 1)
 
-    def run(self) -> None:
-        consume, produce = self.rewired(backward.consumer), self.rewired(backward.producer)
-        partitions: dict[str, Callable[[], None]] = {
-            str(c): lambda c=c: consume("dk", "dv", "dq", self.ds, self.dq, self.rings, self.call, c, self.O)  # type: ignore[misc]
-            for c in (0, 1)
-        }
+    def partitions(self) -> dict[str, Callable[[], None]]:
+        consume, produce, add = (self.rewired(f) for f in (backward.consumer, backward.producer, backward.adder))
+        shares = self.shares if self.O.ORDERED else self.dq
+
+        def consumer(c: int) -> Callable[[], None]:
+            return lambda: consume("dk", "dv", "dq", self.ds, shares, self.rings, self.call, c, self.O)
+
+        def adder(c: int) -> Callable[[], None]:
+            return lambda: add("dq", 0, shares, self.call, c, self.O)
+
+        partitions = {str(c): consumer(c) for c in (0, 1)}
+        if self.O.ORDERED:
+            partitions |= {f"{c} adds": adder(c) for c in (0, 1)}
         partitions["producer"] = lambda: produce("q", "k", "v", "do", "rows", self.rings, self.call, self.O)
-        self.scheduler.run(partitions)
-        for full, empty in zip(self.rings.q.full, self.rings.q.empty, strict=True):
-            assert full.phase == empty.phase, "what was committed was not released"
+        return partitions
+
+    def check_end(self) -> None:
+        for ring in (self.rings.q, self.shares):
+            for full, empty in zip(ring.full, ring.empty, strict=True):
+                assert full.phase == empty.phase, "what was committed was not released"
         assert not self.at_barrier
         assert not any(self.in_flight.values())
         assert not any(self.leaving.values())
@@ -98,26 +149,26 @@ class BackwardBlock:
     def rewired(self, function: Any) -> Callable[..., Any]:
         """The Python of a jitted function, with these names in place of its module's."""
         plain = function.fn
-        names = {**plain.__globals__, **{n: getattr(mask, n) for n in ("query_range", "mask_free_queries", "tile_of")}}
+        names = {**plain.__globals__, **{n: getattr(mask, n) for n in MASK}}
         language = _Language(self.program)
         language.where = lambda condition, yes, no: yes if condition else no
         names |= {
             "gl": language, "mbarrier": self, "tma_load": self.tma_load, "PIECE": 64, "KEYS": 128, "LN2": 1.0,
             "matrix": lambda memory: memory, "queries": self.queries, "begin_with": lambda row: row,
             "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.finish, "score_gradient": self.score_gradient,
-            "add_to_dq": self.add_to_dq, "meet": self.meet, "wait_for_stores": self.wait_for_stores,
+            "put_share": self.put_share, "add_to_dq": self.add_to_dq, "await_turn": self.await_turn,
+            "end_turn": self.end_turn, "meet": self.meet, "wait_for_stores": self.wait_for_stores,
             "store_by_tma": self.store, "fence_async_shared": lambda: None,
         }  # fmt: skip
-        own = {"consumer": ("step",), "step": ("half_of_dq",)}.get(plain.__name__, ())
-        own += ("which_keys", "query_blocks", "free_queries") if plain.__name__ in ("consumer", "producer") else ()
-        names |= {name: self.rewired(getattr(backward, name)) for name in own}
+        names |= {name: self.rewired(getattr(backward, name)) for name in CALLS.get(plain.__name__, ())}
         return FunctionType(plain.__code__, names, plain.__name__)
 
     # ---- what stands for the device
 
     @property
     def me(self) -> str:
-        return threading.current_thread().name
+        """The partition: "0", "0 adds", "1", "1 adds" or "producer"."""
+        return threading.current_thread().name.partition(" ")[2]
 
     def wait(self, barrier: Barrier, parity: int) -> None:
         self.scheduler.until(lambda: barrier.phase % 2 != parity)
@@ -178,7 +229,7 @@ class BackwardBlock:
         dS = Gradient(self, ((b, h), first, i0))
         return dS, dS
 
-    def add_to_dq(self, dq: Product, memory: Memory, _: str, share: int) -> None:
+    def put_share(self, dq: Product, memory: Memory) -> None:
         blocks, keys = set(), []
         while isinstance(dq, Product):
             dS, k, dq = dq.of
@@ -190,10 +241,24 @@ class BackwardBlock:
                 blocks.add((head, i0 - start))
         assert sorted(keys) == [min(keys), min(keys) + 64]
         ((head, i0),) = blocks
-        self.log.append(("dq", int(self.me), head, min(keys), i0, share))
-        self.write(memory, "dq", None)
+        self.write(memory, "dq", (int(self.me), head, min(keys), i0))
+
+    def add_to_dq(self, _: str, share: int, memory: Memory) -> None:
+        add = memory.holds["dq"]
+        if self.O.ORDERED:
+            assert share not in self.device.adding, "an add of another tile is on its way"
+            self.device.adding[share] = add
+        self.log.append(("dq", *add, share))
         self.leaving[self.me].append(memory)
         self.scheduler.until()
+
+    def await_turn(self, share: int, turn: int) -> None:
+        self.scheduler.until(lambda: self.device.ended[share] == turn)
+
+    def end_turn(self, share: int) -> None:
+        self.wait_for_stores()
+        self.device.order[share].append(self.device.adding.pop(share))
+        self.device.ended[share] += 1
 
     def wait_for_stores(self) -> None:
         self.scheduler.until()

@@ -38,20 +38,19 @@ class Scheduler:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.changed = threading.Condition()
         self.waiting: dict[str, Callable[[], bool]] = {}
-        self.running: str | None = None
+        self.turns: dict[str, threading.Semaphore] = {}
         self.weights: dict[str, float] = {}
         self.fault: BaseException | None = None
 
     def run(self, partitions: dict[str, Callable[[], None]]) -> None:
         self.waiting = {name: lambda: True for name in partitions}
+        self.turns = {name: threading.Semaphore(0) for name in partitions}
         self.weights = {name: self.random.choice((0.01, 1.0, 1.0, 100.0)) for name in partitions}
         threads = [threading.Thread(target=self._partition, args=(name, run)) for name, run in partitions.items()]
         for thread in threads:
             thread.start()
-        with self.changed:
-            self._choose()
+        self._choose()
         for thread in threads:
             thread.join()
         if self.fault is not None:
@@ -64,32 +63,30 @@ class Scheduler:
             run()
         except BaseException as fault:
             self.fault = self.fault or fault
-        with self.changed:
-            self._choose()
+        self._choose()
 
     def until(self, ready: Callable[[], bool] = lambda: True) -> None:
         """Go on when it is ready, and this partition's turn."""
         name = threading.current_thread().name
-        with self.changed:
-            self.waiting[name] = ready
-            self._choose()
+        self.waiting[name] = ready
+        self._choose()
         self._sleep(name)
 
     def _sleep(self, name: str) -> None:
-        with self.changed:
-            self.changed.wait_for(lambda: self.running == name or self.fault)
-            if self.fault:
-                raise SystemExit
-            del self.waiting[name]
+        self.turns[name].acquire()
+        if self.fault:
+            raise SystemExit
+        del self.waiting[name]
 
     def _choose(self) -> None:
-        able = [name for name, ready in self.waiting.items() if ready()]
-        self.running = None
+        able = [name for name, ready in self.waiting.items() if not self.fault and ready()]
         if able:
-            self.running = self.random.choices(able, [self.weights[name] for name in able])[0]
-        elif self.waiting:
+            self.turns[self.random.choices(able, [self.weights[name] for name in able])[0]].release()
+            return
+        if self.waiting:
             self.fault = self.fault or Stuck(f"{sorted(self.waiting)} wait for each other")
-        self.changed.notify_all()
+        for turn in self.turns.values():
+            turn.release()
 
 
 class Barrier:

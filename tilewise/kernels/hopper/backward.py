@@ -9,7 +9,8 @@
 A consumer warpgroup owns 64 of the keys. S and dP are made transposed, so that P^T and dS^T lie in registers as the first
 operands of dV and dK. Only dQ sums over the keys of both consumers: dS^T goes through shared memory, and each consumer
 makes half of dQ's block, which TMA adds to an fp32 accumulator in global memory in whatever order programs come by. The
-accumulator's elements lie there as they lie in registers, so that nothing is moved between threads on the way.
+accumulator's elements lie there as they lie in registers, so that nothing is moved between threads on the way. ORDERED,
+programs take turns at it, and dQ has the same bits each time, too: two more warps (`adder`) do that beside the consumers.
 
 Source: FlashAttention-3 (Shah et al., 2024), section 3 and appendix B.1.
 """
@@ -27,7 +28,9 @@ from .forward import INF, LN2, matrix, numbers, tanh
 from .pipeline import (
     Ring,
     aggregate,
+    await_turn,
     computed,
+    end_turn,
     meet,
     ring_of,
     store_by_tma,
@@ -35,7 +38,7 @@ from .pipeline import (
     tma_load,
     wait_for_stores,
 )  # fmt: skip
-from .walk import PIECE, Call, tile_of
+from .walk import PIECE, Call, key_range, tile_of
 
 KEYS = gl.constexpr(128)  # of a program: a piece for each consumer
 
@@ -68,11 +71,17 @@ class Rings:
 
 
 @gluon.jit
-def which_keys(call):
-    """(first key, sequence, key/value head) of this program. Long tiles come first: a causal mask's first ones."""
+def which_keys(call, O: gl.constexpr):
+    """(first key, sequence, key/value head) of this program. Long tiles come first: a causal mask's first ones.
+
+    Ordered, the last tiles of a head do. Tiles wait for later ones (`turn_of`), and never for a program behind their own: of
+    those at work the first waits for none. That blocks start in ascending order is what CUB's scan relies on as well.
+    """
     tile, bh = tile_of(gl.program_id(0), call.tiles, call.together, call.total // call.tiles)
     kv_heads = call.heads // call.group
-    return (call.tiles - 1 - tile) * KEYS, bh // kv_heads, bh % kv_heads
+    if not O.ORDERED:
+        tile = call.tiles - 1 - tile
+    return tile * KEYS, bh // kv_heads, bh % kv_heads
 
 
 @gluon.jit
@@ -98,7 +107,7 @@ def free_queries(first, call):
 @gluon.jit
 def producer(q_desc, k_desc, v_desc, do_desc, statistics_desc, rings, call, O: gl.constexpr):
     """One warp: the tile's K and V, then block after block of each query head."""
-    first, b, kv = which_keys(call)
+    first, b, kv = which_keys(call, O)
     for c in gl.static_range(2):
         rings.k.load(c, k_desc, [b, kv, first + PIECE * c, 0])
         rings.v.load(c, v_desc, [b, kv, first + PIECE * c, 0])
@@ -191,22 +200,72 @@ def half_of_dq(ds_buffers, dS_at, k_buffers, zero, C: gl.constexpr, O: gl.conste
 
 
 @gluon.jit
-def add_to_dq(dq, buffer, dq_desc, share):
-    """Add a share of dQ to the accumulator, by TMA and without waiting for it.
+def put_share(dq, buffer):
+    """A share of dQ into shared memory, as it is to lie in the accumulator.
 
     Row 16 w + 8 x + y and column 8 a + 2 z + b of it are in register (a, x, b) of lane (y, z) of warp w. So shaped, a
     thread stores four registers side by side, and a warp 512 bytes.
     """
     buffer.store(dq.reshape([4, 2, 8, PIECE // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape(buffer.shape))
     fence_async_shared()
+
+
+@gluon.jit
+def add_to_dq(dq_desc, share, buffer):
+    """Add it to the accumulator, by TMA and without waiting for it."""
     tma_add(dq_desc, [share * buffer.shape[0], 0], buffer)
+
+
+@gluon.jit
+def shares_of_head(call, O: gl.constexpr):
+    """How many shares a head's dQ has. Those of block n are 2 n, of consumer 0, and 2 n + 1."""
+    SHARES: gl.constexpr = O.WIDTH // PIECE  # of 64 queries
+    return (call.q_len + KEYS - 1) // KEYS * (KEYS // PIECE * SHARES)
+
+
+# ---- adding in turn --------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def turn_of(first, block, call, O: gl.constexpr):
+    """How many tiles of keys add to a block's dQ before the tile at `first`, one of those that the block sees.
+
+    Those behind it. Of a causal mask the tile on the diagonal is the first, and as all tiles begin there, none has to wait.
+    """
+    i0 = block * O.ROWS
+    last = gl.minimum(i0 + O.ROWS, call.q_len)
+    _, hi = key_range(i0, last, call.left, call.right, call.diagonal, call.k_len)
+    return (hi - 1 - first) // KEYS
+
+
+@gluon.jit
+def adder(dq_desc, turns, shares, call, C: gl.constexpr, O: gl.constexpr):
+    """One warp: adds consumer C's shares, each when its turn has come, by a count of adds that each share has in memory.
+
+    The turn ends when the sum is in memory: the next tile's add may come from another SM.
+    """
+    first, b, kv = which_keys(call, O)
+    lo, hi = query_blocks(first, call, O.ROWS)
+    a_head = shares_of_head(call, O)
+    n = 0  # blocks added
+    for member in range(call.group):
+        head_share = (b * call.heads + kv * call.group + member) * a_head + C
+        for block in range(lo, hi):
+            share = head_share + 2 * block
+            await_turn(turns + share, turn_of(first, block, call, O))  # mostly it has come before the share
+            buffer = shares.wait(2 * n + C)
+            add_to_dq(dq_desc, share, buffer)
+            wait_for_stores()
+            shares.release(2 * n + C)
+            end_turn(turns + share)
+            n += 1
 
 
 # ---- the consumers ---------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def step(dk, dv, n, first, i0, free_lo, free_hi, share, rings, ds_buffers, dq_buffers, dq_desc, call,
+def step(dk, dv, n, first, i0, free_lo, free_hi, share, rings, ds_buffers, shares, dq_desc, call,
          C: gl.constexpr, O: gl.constexpr):  # fmt: skip
     """(dK, dV) with block n of the queries taken in, and its dQ sent off.
 
@@ -257,7 +316,8 @@ def step(dk, dv, n, first, i0, free_lo, free_hi, share, rings, ds_buffers, dq_bu
         dS2 = gl.convert_layout(dS2, operand)
         dv = warpgroup_mma(P2, do2, dv, is_async=True)
     fence_async_shared()
-    wait_for_stores()  # the dQ before has left its buffer
+    if not O.ORDERED:
+        wait_for_stores()  # the dQ before has left its buffer
     meet()  # dS of both is there; and both have read the one before the last, whose place is the next one's
     dq = half_of_dq(ds_buffers, dS_at, rings.k.buffers, zero, C, O)
     if TWO:
@@ -265,7 +325,12 @@ def step(dk, dv, n, first, i0, free_lo, free_hi, share, rings, ds_buffers, dq_bu
     else:
         dk = warpgroup_mma(dS, q, dk, is_async=True)
     dq = warpgroup_mma_wait(1, [dq])
-    add_to_dq(dq, dq_buffers.index(C), dq_desc, share)
+    if O.ORDERED:
+        put_share(dq, shares.acquire(2 * n + C))
+        shares.commit(2 * n + C)
+    else:
+        put_share(dq, shares.index(C))
+        add_to_dq(dq_desc, share, shares.index(C))
     if TWO:
         dk, dv, P, dS, P2, dS2 = warpgroup_mma_wait(0, [dk, dv, P, dS, P2, dS2])
     else:
@@ -275,17 +340,19 @@ def step(dk, dv, n, first, i0, free_lo, free_hi, share, rings, ds_buffers, dq_bu
 
 
 @gluon.jit
-def consumer(dk_desc, dv_desc, dq_desc, ds_buffers, dq_buffers, rings, call, C: gl.constexpr, O: gl.constexpr):
-    """One warpgroup: keys [64 C, 64 C + 64) of the tile, and a half of each block's dQ."""
+def consumer(dk_desc, dv_desc, dq_desc, ds_buffers, shares, rings, call, C: gl.constexpr, O: gl.constexpr):
+    """One warpgroup: keys [64 C, 64 C + 64) of the tile, and a half of each block's dQ.
+
+    shares: buffers of dQ, one of each consumer. Ordered, a Ring of them: item 2 n + C is of block n.
+    """
     dtype: gl.constexpr = rings.q.buffers.dtype
     WIDTH: gl.constexpr = O.WIDTH
-    SHARES: gl.constexpr = O.WIDTH // PIECE  # of 64 queries' dQ
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.WIDTH, 16])
-    tile, b, kv = which_keys(call)
+    tile, b, kv = which_keys(call, O)
     first = tile + PIECE * C
     lo, hi = query_blocks(tile, call, O.ROWS)
     free_lo, free_hi = free_queries(first, call)
-    shares = (call.q_len + KEYS - 1) // KEYS * (KEYS // PIECE * SHARES)  # of a head
+    a_head = shares_of_head(call, O)
     dk = gl.zeros([PIECE, WIDTH], gl.float32, layout)
     dv = gl.zeros([PIECE, WIDTH], gl.float32, layout)
     for c in gl.static_range(2):
@@ -293,10 +360,10 @@ def consumer(dk_desc, dv_desc, dq_desc, ds_buffers, dq_buffers, rings, call, C: 
     rings.v.wait(C)
     n = 0  # blocks taken
     for member in range(call.group):
-        head_share = (b * call.heads + kv * call.group + member) * shares + C
+        head_share = (b * call.heads + kv * call.group + member) * a_head + C
         for block in range(lo, hi):
             dk, dv = step(
-                dk, dv, n, first, block * O.ROWS, free_lo, free_hi, head_share + 2 * block, rings, ds_buffers, dq_buffers, dq_desc, call, C, O
+                dk, dv, n, first, block * O.ROWS, free_lo, free_hi, head_share + 2 * block, rings, ds_buffers, shares, dq_desc, call, C, O
             )  # fmt: skip
             n += 1
     store_by_tma(dv.to(dtype), rings.v.buffers.index(C), dv_desc, [b, kv, first, 0])
@@ -311,11 +378,12 @@ def consumer(dk_desc, dv_desc, dq_desc, ds_buffers, dq_buffers, rings, call, C: 
     ]
 )  # fmt: skip
 def backward_kernel(
-    dk, dv, dq, q, k, v, do, statistics,
+    dk, dv, dq, q, k, v, do, statistics, turns,
     q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total, O: gl.constexpr,
 ):  # fmt: skip
-    """TMA descriptors all: dk, dv, k, v (B, Hkv, Sk, D) in blocks of 64 rows, q and do (B, Hq, Sq, D) of ROWS;
+    """TMA descriptors: dk, dv, k, v (B, Hkv, Sk, D) in blocks of 64 rows, q and do (B, Hq, Sq, D) of ROWS;
     statistics (2, B Hq, Sq) fp32, -L and -delta; dq (shares of dQ * 16, 256) fp32, in blocks of a share.
+    turns: an int32 0 of each share, or None.
     """
     q_buffers = gl.allocate_shared_memory(q.dtype, [O.STAGES, 1, 1, O.ROWS, O.WIDTH], q.layout)
     do_buffers = gl.allocate_shared_memory(q.dtype, [O.STAGES, 1, 1, O.ROWS, O.WIDTH], do.layout)
@@ -329,11 +397,22 @@ def backward_kernel(
     rings = Rings(ring_of(k_buffers, 2), ring_of(v_buffers, 1), ring_of(q_buffers, 2), do_buffers, of_rows, BYTES)
     fence_async_shared()
     call = Call(q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total)
-    gl.warp_specialize([
-        (consumer, (dk, dv, dq, ds_buffers, dq_buffers, rings, call, 0, O)),
-        (consumer, (dk, dv, dq, ds_buffers, dq_buffers, rings, call, 1, O)),
-        (producer, (q, k, v, do, statistics, rings, call, O)),
-    ], [4, 1], [O.CONSUMER_REGISTERS, O.PRODUCER_REGISTERS])  # fmt: skip
+    if O.ORDERED:
+        shares = ring_of(dq_buffers, 1)
+        fence_async_shared()
+        gl.warp_specialize([
+            (consumer, (dk, dv, dq, ds_buffers, shares, rings, call, 0, O)),
+            (consumer, (dk, dv, dq, ds_buffers, shares, rings, call, 1, O)),
+            (producer, (q, k, v, do, statistics, rings, call, O)),
+            (adder, (dq, turns, shares, call, 0, O)),
+            (adder, (dq, turns, shares, call, 1, O)),
+        ], [4, 1, 1, 1], [O.CONSUMER_REGISTERS, O.PRODUCER_REGISTERS, O.PRODUCER_REGISTERS, O.PRODUCER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (dk, dv, dq, ds_buffers, dq_buffers, rings, call, 0, O)),
+            (consumer, (dk, dv, dq, ds_buffers, dq_buffers, rings, call, 1, O)),
+            (producer, (q, k, v, do, statistics, rings, call, O)),
+        ], [4, 1], [O.CONSUMER_REGISTERS, O.PRODUCER_REGISTERS])  # fmt: skip
 
 
 # ---- before and after ------------------------------------------------------------------------------------------------
@@ -343,10 +422,10 @@ def backward_kernel(
     do_not_specialize=["heads", "q_len", "padded", "total", "scale", "do_b", "do_h", "do_r", "dlse_b", "dlse_h", "dlse_r"]
 )  # fmt: skip
 def prepare_kernel(
-    o, do, lse, dlse, statistics, dq, heads, q_len, padded, total, scale, do_b, do_h, do_r, dlse_b, dlse_h, dlse_r,
+    o, do, lse, dlse, statistics, dq, turns, heads, q_len, padded, total, scale, do_b, do_h, do_r, dlse_b, dlse_h, dlse_r,
     DV: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """-L and -delta of ROWS queries, and zeros for their dQ.
+    """-L and -delta of ROWS queries, and zeros for their dQ and for its `turns`, where these are given.
 
     o (B, Hq, Sq, DV) and lse (B, Hq, Sq): contiguous. do's strides: in units of 8 elements. statistics: (2, total = B Hq,
     padded), L in the unit of the main kernel's scores, which `scale` makes of lse. P of an empty row, and behind the last
@@ -371,6 +450,9 @@ def prepare_kernel(
     tl.store(statistics + at, tl.where(L == -float("inf"), L, -L * scale))
     tl.store(statistics + total * padded.to(tl.int64) + at, -delta)
     tl.store(dq + (bh * padded + first) * WIDTH + tl.arange(0, ROWS * WIDTH), tl.zeros((ROWS * WIDTH,), tl.float32))
+    if turns is not None:
+        SHARES: tl.constexpr = ROWS * WIDTH // (64 * 64)
+        tl.store(turns + (bh * padded + first) // ROWS * SHARES + tl.arange(0, SHARES), tl.zeros((SHARES,), tl.int32))
 
 
 @triton.jit(do_not_specialize=["q_len", "padded", "scale"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...problem import Layout, Problem
 
@@ -166,32 +166,16 @@ class Split:
     evidence: str
 
 
-# TFLOP/s of the whole backward, as above; 256 columns in the study, with a kernel of its own for the statistics.
-SPLIT: dict[int, Split] = {
-    64: Split(Kernel(128, 128, 2, 2), Kernel(64, 128, 3, 3), "not measured yet"),
-    128: Split(
-        Kernel(128, 128, 2, 2), Kernel(64, 128, 2, 2),
-        "not measured yet; other forms of the two kernels had 493 full, 462 causal at 4k, 502 and 515 at 16k",
-    ),
-    256: Split(
-        Kernel(128, 64, 2, 1), Kernel(64, 64, 2, 2),
-        "461 (305) full, 338 (254) causal at 1k; 512 (382) and 500 (376) at 16k; with vector atomics 418 to 462",
-    ),
-}  # fmt: skip
+# TFLOP/s of the whole backward, as above, at 256 columns in the study, with a kernel of its own for the statistics.
+SPLIT = Split(
+    Kernel(128, 64, 2, 1), Kernel(64, 64, 2, 2),
+    "461 (305) full, 338 (254) causal at 1k; 512 (382) and 500 (376) at 16k; with vector atomics 418 to 462",
+)  # fmt: skip
 
 
 def is_split(problem: Problem) -> bool:
-    """Whether its backward is in two kernels: no other is deterministic, or has registers for wide heads' dK and dV."""
-    return problem.deterministic or max(problem.qk_dim, problem.v_dim) > max(BACKWARD)
-
-
-def choose_split(problem: Problem) -> tuple[Kernel, Kernel]:
-    """Of dq_kernel and dkdv_kernel."""
-    row = SPLIT[width(max(problem.qk_dim, problem.v_dim))]
-    if problem.softcap == 0:
-        return row.dq, row.dkdv
-    # Its derivative takes as many registers as the scores: with 128 keys a thread spills 1 to 1.5 KB (d 128).
-    return replace(row.dq, keys=64), replace(row.dkdv, keys=64)
+    """Whether its backward is in two kernels: the other has no registers for wide heads' dK and dV."""
+    return max(problem.qk_dim, problem.v_dim) > max(BACKWARD)
 
 
 def dq_bytes(kernel: Kernel, wide: int, v_wide: int) -> int:

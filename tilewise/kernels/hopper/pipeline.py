@@ -4,6 +4,7 @@
     begin_claim, end_claim                  the next tile, from a counter that all programs share
     put | number                            it goes to the consumers through a Ring, too, as a few integers
     take_turn, pass_turn                    ping-pong: one consumer's softmax under the others' matmuls
+    await_turn, end_turn                    programs that change one place in memory one after the other
 
 A Ring's item number says all: its buffer is number n % STAGES, and a buffer's barriers have completed n // STAGES times
 before item n. So no kernel keeps a phase.
@@ -199,6 +200,35 @@ def _instruction(asm: gl.constexpr):
     gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
+# ---- turns in memory -------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def await_turn(counter, turn):
+    """Until `turn` turns have ended by a counter in memory. What was done in them comes before what follows, by TMA too."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 ended; AGAIN: ld.acquire.gpu.global.u32 ended, [$1]; setp.ne.u32 p, ended, $2;"
+        " @p bra AGAIN; fence.proxy.async.global; mov.b32 $0, 0; }",
+        "=r,l,r", [counter.to(gl.int64), turn], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def end_turn(counter):
+    """One warp: its turn ends when its stores and adds by TMA are done: not only read, as `wait_for_stores` has it, but in memory.
+
+    Whichever lane began them has seen them done before lane 0, after all lanes, counts the turn.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 l; cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 l, %laneid;"
+        " setp.eq.u32 p, l, 0; @p red.release.gpu.global.add.u32 [$1], 1; mov.b32 $0, 0; }",
+        "=r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+# ---- registers -------------------------------------------------------------------------------------------------------
+
+
 @gluon.jit
 def stay_before(x):
     """What x needs is computed before what follows: ptxas moves a wait for wgmma up, and nothing overlaps then.
@@ -236,6 +266,9 @@ def _computed(n):
 @gluon.constexpr_function
 def _outputs_and_inputs(n):
     return ",".join(["=r"] * n + ["r"] * n)
+
+
+# ---- stores ----------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
