@@ -59,8 +59,8 @@ class Rings:
     """What the producer hands the consumers. Items 0 and 1 of k and v are the consumers' pieces; they stay.
 
     An item of q is a block of queries: Q, and in the same place of the other two dO and (-L, -delta). With a BlockMask
-    the producer alone knows which one it is: the same item of blocks says (head, block, its bit tile's place in the pool, or
-    -1), and after the last one (-1, 0, 0).
+    the producer alone knows which one it is: the same item of blocks says (which head of the group, block, its bit tile's
+    place in the pool, or -1), and after the last one (-1, 0, 0).
     """
 
     k: Ring
@@ -128,6 +128,7 @@ def place_of_keys(call, lengths, O: gl.constexpr):
     kv_heads = call.heads // call.group
     if not O.ORDERED:
         tile = call.tiles - 1 - tile
+    first = tile * KEYS
     b = bh // kv_heads
     kv = bh % kv_heads
     if O.VARIED:
@@ -150,7 +151,7 @@ def place_of_keys(call, lengths, O: gl.constexpr):
         )  # fmt: skip
     else:
         none = b * 0
-        return Place(tile * KEYS, b, b, kv, none, none, none, none, none, none, call.k_len, call)
+        return Place(first, b, b, kv, none, none, none, none, none, none, call.k_len, call)
 
 
 @gluon.jit
@@ -193,7 +194,7 @@ def producer(q_desc, k_desc, v_desc, do_desc, statistics_desc, lengths, lists, r
             blocks = way(lists, place.s, h, place.first // KEYS, lo * O.ROWS, hi * O.ROWS, O.ROWS, O.CUT)
             for j in range(blocks[0]):
                 i0, bits = visit(blocks, j, lists, 0, O.ROWS)
-                put(rings.blocks.acquire(n), 0, (h, i0 // O.ROWS, bits))
+                put(rings.blocks.acquire(n), 0, (member, i0 // O.ROWS, bits))
                 rings.blocks.commit(n)
                 load_queries(q_desc, do_desc, statistics_desc, n, h, i0 // O.ROWS, place, rings, O)
                 n += 1
@@ -317,13 +318,19 @@ def add_to_dq(dq_desc, share, buffer):
 
 
 @gluon.jit
-def shares_before(place, h, call, lengths, O: gl.constexpr):
-    """How many shares dQ has before those of a sequence's head. Those of its block n are 2 n, of consumer 0, and 2 n + 1."""
+def shares_of_head(call, lengths, O: gl.constexpr):
+    """How many shares a head's dQ has."""
     SHARES: gl.constexpr = O.WIDTH // PIECE  # of 64 queries
     tiles = (call.q_len + KEYS - 1) // KEYS
     if O.PACKED:
         tiles = call.q_len // KEYS + lengths[4] + 1
-    return (place.b * call.heads + h) * (tiles * (KEYS // PIECE * SHARES)) + 2 * place.before
+    return tiles * (KEYS // PIECE * SHARES)
+
+
+@gluon.jit
+def shares_before(place, member, a_head, call, C: gl.constexpr):
+    """Where consumer C's first share of the sequence's queries is, of a head of the group; those of blocks are 2 apart."""
+    return (place.b * call.heads + place.kv * call.group + member) * a_head + C + 2 * place.before
 
 
 # ---- adding in turn --------------------------------------------------------------------------------------------------
@@ -349,9 +356,10 @@ def adder(dq_desc, turns, shares, lengths, call, C: gl.constexpr, O: gl.constexp
     """
     place = place_of_keys(call, lengths, O)
     lo, hi = query_blocks(place.first, place.call, O.ROWS)
+    a_head = shares_of_head(call, lengths, O)
     n = 0  # blocks added
     for member in range(call.group):
-        head_share = shares_before(place, place.kv * call.group + member, call, lengths, O) + C
+        head_share = shares_before(place, member, a_head, call, C)
         for block in range(lo, hi):
             share = head_share + 2 * block
             await_turn(turns + share, turn_of(place.first, block, place.call, O))  # mostly it has come before the share
@@ -443,13 +451,13 @@ def step(dk, dv, n, first, i0, free_lo, free_hi, share, tile, bits, rings, ds_bu
 
 @gluon.jit
 def block_told(n, rings):
-    """(head, block, its bit tile's place or -1) of item n."""
+    """(Head of the group, block, its bit tile's place or -1) of item n."""
     told = rings.blocks.wait(n)
-    h = number(told, 0)
+    member = number(told, 0)
     block = number(told, 1)
     tile = number(told, 2)
     rings.blocks.release(n)
-    return h, block, tile
+    return member, block, tile
 
 
 @gluon.jit
@@ -469,6 +477,7 @@ def consumer(
     first = place.first + PIECE * C
     lo, hi = query_blocks(place.first, own, O.ROWS)
     free_lo, free_hi = free_queries(first, own)
+    a_head = shares_of_head(call, lengths, O)
     dk = gl.zeros([PIECE, WIDTH], gl.float32, layout)
     dv = gl.zeros([PIECE, WIDTH], gl.float32, layout)
     for c in gl.static_range(2):
@@ -476,17 +485,17 @@ def consumer(
     rings.v.wait(C)
     n = 0  # blocks taken
     if O.BLOCKS:
-        h, block, tile = block_told(n, rings)
-        while h >= 0:
-            share = shares_before(place, h, call, lengths, O) + C + 2 * block
+        member, block, tile = block_told(n, rings)
+        while member >= 0:
+            share = shares_before(place, member, a_head, call, C) + 2 * block
             dk, dv = step(
                 dk, dv, n, first, block * O.ROWS, free_lo, free_hi, share, tile, bits, rings, ds_buffers, shares, dq_desc, own, C, O
             )  # fmt: skip
             n += 1
-            h, block, tile = block_told(n, rings)
+            member, block, tile = block_told(n, rings)
     else:
         for member in range(call.group):
-            head_share = shares_before(place, place.kv * call.group + member, call, lengths, O) + C
+            head_share = shares_before(place, member, a_head, call, C)
             for block in range(lo, hi):
                 dk, dv = step(
                     dk, dv, n, first, block * O.ROWS, free_lo, free_hi, head_share + 2 * block, -1, bits, rings, ds_buffers, shares, dq_desc, own, C, O
@@ -614,8 +623,8 @@ def prepare_kernel(
     delta = tl.sum(O.to(tl.float32) * DO.to(tl.float32), 1)
     if dlse is not None:
         delta -= tl.load(dlse + b * dlse_b + h * dlse_h + wide * dlse_r, mask=rows < used, other=0.0)
-    L = tl.load(lse + bh * q_len + start + rows, mask=rows < used, other=-float("inf"))
-    at = bh * padded + first + tl.arange(0, ROWS)
+    L = tl.load(lse + bh * q_len + (start + rows), mask=rows < used, other=-float("inf"))
+    at = bh * padded + (first + tl.arange(0, ROWS))
     tl.store(statistics + at, tl.where(L == -float("inf"), L, -L * scale))
     tl.store(statistics + total * padded.to(tl.int64) + at, -delta)
     tl.store(dq + (bh * padded + first) * WIDTH + tl.arange(0, ROWS * WIDTH), tl.zeros((ROWS * WIDTH,), tl.float32))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
+from ...block_mask import BlockMask
 from ...problem import NOTHING, Aux, Grads, Layout, Origin, Problem
 from ..launch import Box, Ready
 from ..tensors import READY, Memory, Strides, dense_rows, empty_strided, memory, q_shape, ragged, v_shape
@@ -156,7 +157,8 @@ class Options:
         return self.PACKED or self.K_LENS
 
     @classmethod
-    def of(cls, problem: Problem, cfg: Backward, wide: int, origin: Origin = NOTHING.origin) -> Options:
+    def of(cls, problem: Problem, cfg: Backward, wide: int, part: bool = False) -> Options:
+        """part: a BlockMask is of a larger call (`is_part`)."""
         consumer_registers, producer_registers = cfg.registers
         packed, blocks, band = problem.q_layout is Layout.PACKED, problem.mask == "blocks", problem.band
         varied = packed or problem.q_lens or problem.k_lens
@@ -165,7 +167,7 @@ class Options:
             MASKED=varied or not band.is_full or problem.k_len % BACKWARD_KEYS > 0, SOFTCAP=problem.softcap > 0,
             ORDERED=problem.deterministic, PACKED=packed, Q_LENS=problem.q_lens, K_LENS=problem.k_lens,
             TOP_LEFT=varied and band.align == "top_left", BLOCKS=blocks,
-            CUT=blocks and (varied or not band.is_full or origin != NOTHING.origin),
+            CUT=blocks and (varied or not band.is_full or part),
             CONSUMER_REGISTERS=consumer_registers, PRODUCER_REGISTERS=producer_registers,
         )  # fmt: skip
 
@@ -186,7 +188,7 @@ def launches_of(
     """lists: `host.lists_of`. of_rows: the strides of do, q, k, v."""
     wide = config.width(max(problem.qk_dim, problem.v_dim))
     cfg = config.BACKWARD[wide]
-    options = Options.of(problem, cfg, wide, origin)
+    options = Options.of(problem, cfg, wide, is_part(problem, origin, lists))
     dq, dk, dv = gradients_of(problem)
     statistics = statistics_of(problem)
     _, heads, padded = statistics[0]
@@ -229,6 +231,11 @@ def launches_of(
         ),
         (dq, dk, dv, statistics, accumulator, *turns),
     )  # fmt: skip
+
+
+def is_part(problem: Problem, origin: Origin, lists: Strides) -> bool:
+    """Whether a BlockMask, whose lists by keys have these sides, has tiles beyond this call's queries or before them."""
+    return origin != NOTHING.origin or lists[3] * BlockMask.TILE >= problem.q_len + BlockMask.TILE
 
 
 # ---- split in two kernels --------------------------------------------------------------------------------------------
