@@ -106,8 +106,8 @@ class Device:
 
 
 class BackwardBlock:
-    """One program. Its log: ("pair", consumer, query head, keys from, queries from, masked, bit tile, the same two in their
-    sequence), which statistics came with which queries, and what it stored.
+    """One program. Its log: ("pair", consumer, (sequence, query head), keys from, queries from, masked, bit tile, keys
+    and queries from in their sequence), which statistics came with which queries, and what it stored.
 
     numbers: of a `walk.Call`. lengths, lists: as the kernel makes them, with Pointers.
     """
@@ -196,8 +196,8 @@ class BackwardBlock:
             "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.finish, "score_gradient": self.score_gradient,
             "put_share": self.put_share, "add_to_dq": self.add_to_dq, "await_turn": self.await_turn,
             "end_turn": self.end_turn, "meet": self.meet, "wait_for_stores": self.wait_for_stores,
-            "store_by_tma": self.store, "fence_async_shared": lambda: None, "uniform": lambda x: x, "TILE": 128, "FAR": FAR,
-            "Place": self.place_of, "Call": self.call_of,
+            "store_by_tma": self.store, "fence_async_shared": lambda: None, "uniform": lambda x: x,
+            "TILE": 128, "FAR": FAR, "Place": self.place_of, "Call": self.call_of,
             "put": self.put, "number": lambda memory, at: memory.holds[at],
             "below": lambda list, n, tile: sum(x < tile for x in list.data[list.at :][:n]),
         }  # fmt: skip

@@ -92,20 +92,17 @@ def test_what_it_takes(d: int, v_dim: int, band: Band) -> None:
     assert "hopper: chosen\n" in tilewise.explain(problem)
 
 
-def test_what_only_its_forward_takes() -> None:
+def test_sequences_and_block_masks_that_it_takes() -> None:
     pytest.importorskip("triton")
-    seen, q = tilewise.BlockMask.butterfly(200, 200), torch.empty(200, 2, 64, dtype=F16)
-    packed = replace(Problem.of(q, q, q, cu_seqlens_q=torch.tensor([0, 200], dtype=torch.int32))[0], device="sm90")
-    blocks = replace(Problem.of(*[q[None].transpose(1, 2)] * 3, mask=causal & seen)[0], device="sm90")
-    lengths = [replace(problem_of(), **{side: True}) for side in ("q_lens", "k_lens")]
-    for problem, reason in (
-        (packed, "it takes sequences of one length"), (blocks, "it takes no block mask yet"),
-        *((problem, "it takes sequences of one length") for problem in lengths),
-    ):  # fmt: skip
-        assert backend.why_not(problem) is None
-        assert backend.backward_elsewhere(problem) == ("triton", reason)
-        assert f"its backward is triton's: {reason}" in tilewise.explain(problem)
-    assert backend.backward_elsewhere(problem_of()) is None
+    seen = tilewise.BlockMask.butterfly(200, 200)
+    for d, where in ((64, "chosen\n"), (256, "chosen; its backward is triton's: it takes ")):
+        q = torch.empty(200, 2, d, dtype=F16)
+        packed = replace(Problem.of(q, q, q, cu_seqlens_q=torch.tensor([0, 200], dtype=torch.int32))[0], device="sm90")
+        blocks = replace(Problem.of(*[q[None].transpose(1, 2)] * 3, mask=causal & seen)[0], device="sm90")
+        lengths = [replace(problem_of(d), **{side: True}) for side in ("q_lens", "k_lens")]
+        for problem in (packed, blocks, *lengths):
+            assert backend.why_not(problem) is None
+            assert f"hopper: {where}" in tilewise.explain(problem)
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_hopper import BF16, F16, FULL, KINDS, Drawn, listing_of, meta, problem_of
+from test_hopper import BF16, F16, FULL, KINDS, Drawn, contents_of, listing_of, meta, problem_of
 
 import tilewise
 from tilewise import Band, Problem, causal, sliding_window
 from tilewise.kernels.hopper import backend, config
 from tilewise.mask import ALIGNS
-from tilewise.problem import NOTHING, Aux
+from tilewise.problem import NOTHING, Aux, Layout
 
 # ---- what it takes ---------------------------------------------------------------------------------------------------
 
@@ -37,6 +37,15 @@ def test_what_it_takes(d: int, v_dim: int, deterministic: bool, band: Band) -> N
     )  # fmt: skip
     assert backend.backward_elsewhere(problem) is None
     assert config.is_split(problem) == (max(d, v_dim) > 128)
+    varied = {"q_lens": True}, {"k_lens": True}, {"q_layout": Layout.PACKED, "k_layout": Layout.PACKED}
+    for options in varied:
+        elsewhere = backend.backward_elsewhere(replace(problem, **options))
+        wide = "triton", "it takes sequences of one length at head sizes over 128"
+        assert elsewhere == (wide if config.is_split(problem) else None)
+    why = {True: "at head sizes over 128", False: "where it is to be deterministic"}[config.is_split(problem)]
+    taken = not config.is_split(problem) and not deterministic
+    elsewhere = backend.backward_elsewhere(replace(problem, mask="blocks"))
+    assert elsewhere == (None if taken else ("triton", f"it takes no block mask {why}"))
 
 
 def test_explain_says_whose_the_backward_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,8 +70,9 @@ def test_rows_fit_the_shared_memory_and_the_registers() -> None:
 # ---- the kernels, compiled -------------------------------------------------------------------------------------------
 
 SOME = [  # the last: deterministic
-    (64, 64, BF16, "causal", False), (64, 64, F16, "full", True), (128, 128, BF16, "full", False),
-    (128, 128, F16, "window", True), (128, 64, BF16, "dressed", False),
+    (64, 64, BF16, "causal", False), (64, 64, F16, "packed", True), (128, 128, BF16, "full", False),
+    (128, 128, F16, "window", True), (128, 64, BF16, "dressed", False), (128, 128, BF16, "packed causal", False),
+    (64, 64, BF16, "blocks", False),
 ]  # fmt: skip
 EVERY = [
     (d, d, dtype, kind, deterministic)
@@ -70,11 +80,13 @@ EVERY = [
     for dtype in (BF16, F16)
     for kind in KINDS
     for deterministic in (False, True)
+    if not (deterministic and KINDS[kind].get("blocks"))
 ]
 # Bytes, by columns and softcap. With 64 columns and a Band 88 with Triton 3.6, outside the loop over queries; up to 284
 # with newer ones, whose ptxas reloads a few in it, as it does with a softcap.
 SPILLS = {(64, False): 320, (64, True): 2048, (128, False): 16, (128, True): 1024}
 SPILLS_ORDERED = 160  # more, outside that loop; most of them with Triton 3.9
+SPILLS_VARIED = 128  # more, where sequences have lengths of their own: of a tile's place, outside it or once a block
 
 
 def recorded(problem: Problem, dlse: bool = False) -> list[Any]:
@@ -90,7 +102,7 @@ def recorded(problem: Problem, dlse: bool = False) -> list[Any]:
     do, q, k, v, o = (torch.empty(shape, dtype=problem.dtype) for shape in shapes)
     lse = torch.zeros(problem.lse_shape)
     with recording() as launches:
-        backward_host.backward(problem, do, lse if dlse else None, q, k, v, o, lse, Aux())
+        backward_host.backward(problem, do, lse if dlse else None, q, k, v, o, lse, contents_of(problem)[0])
     return launches
 
 
@@ -117,7 +129,9 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str, deterministic: bool
         assert len(re.findall(r"STG\.E\.128", listing)) >= 4
     taken = resources(binary)
     wide = config.width(max(d, v_dim))
-    assert taken.spilled <= SPILLS[wide, problem.softcap > 0] + SPILLS_ORDERED * deterministic
+    varied = problem.q_layout is Layout.PACKED or problem.q_lens or problem.k_lens
+    more = SPILLS_ORDERED * deterministic + SPILLS_VARIED * varied
+    assert taken.spilled <= SPILLS[wide, problem.softcap > 0] + more
     assert not taken.unwritten, "ptxas left out an instruction"
     bytes_of_tiles = config.backward_shared_bytes(config.BACKWARD[wide], wide)
     assert bytes_of_tiles < taken.shared <= min(bytes_of_tiles + 1024, config.SHARED)
@@ -178,7 +192,7 @@ def test_turns_count_the_tiles_that_add_before(rows: int) -> None:
 # ---- the protocol, played --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", range(80))
 def test_partitions_take_every_pair_once_and_never_wait_for_ever(seed: int) -> None:
     """Of every second seed dQ is added up in one order, by as many programs at once as it draws."""
     pytest.importorskip("triton")
@@ -242,7 +256,7 @@ def test_partitions_take_every_pair_once_and_never_wait_for_ever(seed: int) -> N
     assert backward_host.SHARE[0] * backward_host.SHARE[1] == 4096
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(80))
 def test_sequences_and_block_masks_played(seed: int) -> None:
     """Sequences of unlike lengths, packed or padded, a BlockMask, an origin: each pair is seen by whom it should be."""
     pytest.importorskip("triton")
