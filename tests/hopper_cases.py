@@ -26,10 +26,11 @@ ARRAY: dict[str, tuple[Hashable, ...]] = {  # what its kernel is compiled for
     "length": (1024, config.LONG),
 }  # fmt: skip
 VARIED: dict[str, tuple[Hashable, ...]] = {  # and with sequences of unlike lengths and BlockMasks
-    "dtype": (F16, BF16), "d": config.WIDTHS, "d_v": ("d",), "band": ("full", "causal", "window"),
+    "dtype": (F16, BF16), "d": tuple(config.BACKWARD), "d_v": ("d",), "band": ("full", "causal", "window"),
     "softcap": (False, True), "sink": (None, F32), "length": (1024,), "mask": (None, "blocks"),
     "layout": ("dense", "packed", "packed, own keys"), "lens": ("", "q", "k", "qk"),
 }  # fmt: skip
+WIDE = VARIED | {"d": config.WIDTHS[len(config.BACKWARD) :]}  # heads whose backward with those is Triton's
 VALUES = 3  # cases a row
 LAYOUTS = ("contiguous", "transposed", "gaps", "heads", "last", "offset")
 
@@ -37,7 +38,7 @@ LAYOUTS = ("contiguous", "transposed", "gaps", "heads", "last", "offset")
 @cache
 def on_hopper() -> dict[str, Case]:
     cases = {name: case for name, case in on_gpu().items() if is_taken(case)}
-    for name, array in (("array", ARRAY), ("varied", VARIED)):
+    for name, array in (("array", ARRAY), ("varied", VARIED), ("wide", WIDE)):
         rows = enumerate(cover_product(array))
         cases |= {f"{name} {n}.{m}": array_case(row, m) for n, row in rows for m in range(VALUES)}
     return {PREFIX + name: replace(case, grad=case.grad and has_backward(case)) for name, case in cases.items()}
