@@ -59,7 +59,7 @@ class Rings:
     """What the producer hands the consumers. Items 0 and 1 of k and v are the consumers' pieces; they stay.
 
     An item of q is a block of queries: Q, and in the same place of the other two dO and (-L, -delta). With a BlockMask
-    the producer alone knows which one it is: the same item of blocks says (which head of the group, block, its bit tile's
+    the producer alone knows which one it is: the same item of blocks says (its first share of dQ, its number, its bit tile's
     place in the pool, or -1), and after the last one (-1, 0, 0).
     """
 
@@ -191,12 +191,14 @@ def producer(q_desc, k_desc, v_desc, do_desc, statistics_desc, lengths, lists, r
     for member in range(call.group):
         h = place.kv * call.group + member
         if O.BLOCKS:
+            head_share = shares_before(place, member, shares_of_head(call, lengths, O), call, 0)
             blocks = way(lists, place.s, h, place.first // KEYS, lo * O.ROWS, hi * O.ROWS, O.ROWS, O.CUT)
             for j in range(blocks[0]):
                 i0, bits = visit(blocks, j, lists, 0, O.ROWS)
-                put(rings.blocks.acquire(n), 0, (member, i0 // O.ROWS, bits))
+                block = i0 // O.ROWS
+                put(rings.blocks.acquire(n), 0, (head_share + 2 * block, block, bits))
                 rings.blocks.commit(n)
-                load_queries(q_desc, do_desc, statistics_desc, n, h, i0 // O.ROWS, place, rings, O)
+                load_queries(q_desc, do_desc, statistics_desc, n, h, block, place, rings, O)
                 n += 1
         else:
             for block in range(lo, hi):
@@ -451,13 +453,13 @@ def step(dk, dv, n, first, i0, free_lo, free_hi, share, tile, bits, rings, ds_bu
 
 @gluon.jit
 def block_told(n, rings):
-    """(Head of the group, block, its bit tile's place or -1) of item n."""
+    """(First share of dQ, number, its bit tile's place or -1) of block n."""
     told = rings.blocks.wait(n)
-    member = number(told, 0)
+    share = number(told, 0)
     block = number(told, 1)
     tile = number(told, 2)
     rings.blocks.release(n)
-    return member, block, tile
+    return share, block, tile
 
 
 @gluon.jit
@@ -485,14 +487,13 @@ def consumer(
     rings.v.wait(C)
     n = 0  # blocks taken
     if O.BLOCKS:
-        member, block, tile = block_told(n, rings)
-        while member >= 0:
-            share = shares_before(place, member, a_head, call, C) + 2 * block
+        share, block, tile = block_told(n, rings)
+        while share >= 0:
             dk, dv = step(
-                dk, dv, n, first, block * O.ROWS, free_lo, free_hi, share, tile, bits, rings, ds_buffers, shares, dq_desc, own, C, O
+                dk, dv, n, first, block * O.ROWS, free_lo, free_hi, share + C, tile, bits, rings, ds_buffers, shares, dq_desc, own, C, O
             )  # fmt: skip
             n += 1
-            member, block, tile = block_told(n, rings)
+            share, block, tile = block_told(n, rings)
     else:
         for member in range(call.group):
             head_share = shares_before(place, member, a_head, call, C)
