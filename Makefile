@@ -6,7 +6,7 @@ JOBS   ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 OLDEST := $(VENV)/oldest
-TRITONS := 3.6 3.7 3.8 3.9
+TRITONS := 3.6 3.8 3.9  # beside 3.7, which VENV has
 
 .PHONY: demo test test-oldest test-tritons $(TRITONS:%=test-triton-%) lint slow bench clean
 
@@ -21,16 +21,16 @@ test: lint
 	@OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
 
 # What depends on torch, on the oldest one that pyproject.toml allows and the Triton that it brings. Without large sizes,
-# random cases and the contract's bits over all options; of the cases in Triton's interpreter an eighth.
+# random cases, measures of memory and the contract's bits over all options; of the cases in Triton's interpreter an eighth.
 test-oldest: $(OLDEST)/.installed
 	@OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(PYTEST) --ignore tests/gpu -k "not ($(OTHER_THINGS)) \
-	and not (test_contract and (large or bit_for_bit or see_its_batch or see_each_other or change_no_bit)) \
+	and not (test_contract and (large or memory or bit_for_bit or see_its_batch or see_each_other or change_no_bit)) \
 	and not test_sampled \
 	and not (test_triton.py and not (test_cases[0] or steps or without_triton))"
 
-OTHER_THINGS = test_bench or test_cli or test_close or test_covering or test_io_model or test_mask or test_triton_config or test_hopper
+OTHER_THINGS = test_bench or test_cli or test_close or test_covering or test_io_model or test_mask or test_block_mask or test_triton_config or test_hopper or stamp
 
-# What compiles kernels, on each of TRITONS that pip serves, beside the torch in VENV. `make test-triton-3.8`: on one.
+# What compiles kernels, on each of TRITONS that pip serves, in place of VENV's. `make test-triton-3.8`: on one.
 test-tritons: $(INSTALLED)
 	@$(MAKE) --no-print-directory --keep-going --output-sync=target --jobs=$(JOBS) $(TRITONS:%=test-triton-%)
 	@ls $(TRITONS:%=$(VENV)/triton-%/.installed) 2>/dev/null | grep -q . || { echo "pip serves none of them"; false; }
@@ -39,7 +39,7 @@ $(TRITONS:%=test-triton-%): test-triton-%: $(VENV)/triton-%/.installed
 	@test -e $< || { echo "pip serves no Triton $* here"; exit; }; export OMP_NUM_THREADS=1 PYTHONPATH=$(<D); \
 	$(BIN)/python -c "import triton; assert triton.__version__.startswith('$*.'), triton.__file__" && \
 	$(BIN)/python -m pytest tests/test_triton_config.py tests/test_triton_launch.py tests/test_hopper.py \
-	tests/test_hopper_backward.py tests/test_hopper_split.py -k "not test_hopper or (compile and (causal or ragged))"
+	tests/test_hopper_backward.py tests/test_hopper_split.py -k "not test_hopper or (compile and (bfloat16-causal or ragged))"
 
 slow: $(INSTALLED)
 	@$(BIN)/python -m pytest -m slow

@@ -1,7 +1,7 @@
 """Markdown tables from the rows: `python -m bench.tables` prints them, `--into PAGE` fills them in.
 
 A page holds a table between `<!-- table: NAME -->` and `<!-- /table -->`; NAMEs: forward, backward,
-hopper forward, hopper backward, speeds, limits.
+hopper forward, hopper backward, hopper overview, triton overview, speeds, limits.
 """
 
 from __future__ import annotations
@@ -34,6 +34,27 @@ def grid(rows: Iterable[Row], name: str) -> str:
         ours = next((row.ours_tflops for row in cell.values() if row.ours_tflops), None)
         body.append([f"{d}, {mask}, {length(seq)}", number(ours), *(beside(cell.get(peer)) for peer in peers)])
     return markdown(head, body)
+
+
+def overview(rows: Iterable[Row], *names: str) -> str:
+    """A line a head size and mask, a column a length: our TFLOP/s (how many times the speed of the fastest peer)."""
+    subjects = [subject for name in names for subject in GRIDS[name]]
+    lines: dict[tuple[str, int | None, str], dict[int, list[Row]]] = {}
+    for row in rows:
+        if row.subject in subjects and row.seq:
+            key = (row.direction, row.d, row.mask)
+            lines.setdefault(key, {}).setdefault(row.seq, []).append(row)
+    seqs = sorted({seq for cells in lines.values() for seq in cells})
+    body = [
+        [f"{direction}, {d}, {mask}", *(beside_the_best(cells.get(seq, [])) for seq in seqs)]
+        for (direction, d, mask), cells in lines.items()
+    ]
+    return markdown(["d, mask", *map(length, seqs)], body)
+
+
+def beside_the_best(cell: list[Row]) -> str:
+    ratios = [row.ratio for row in cell if row.ratio is not None]
+    return f"{number(cell[0].ours_tflops)} ({min(ratios):.2f})" if ratios else ""
 
 
 def speeds(rows: Iterable[Row]) -> str:
@@ -74,6 +95,8 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "backward": lambda rows: grid(rows, "backward"),
     "hopper forward": lambda rows: grid(rows, "hopper forward"),
     "hopper backward": lambda rows: grid(rows, "hopper backward"),
+    "hopper overview": lambda rows: overview(rows, "hopper forward", "hopper backward"),
+    "triton overview": lambda rows: overview(rows, "forward", "backward"),
     "speeds": speeds,
     "limits": limits,
 }

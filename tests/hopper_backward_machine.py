@@ -26,9 +26,8 @@ PLACE = (
 )  # fmt: skip
 MASK = ("query_range", "mask_free_queries", "key_range", "tile_of")
 PLAYED = {  # functions that the partitions call, as the Python that they are
-    "place_of_keys", "query_blocks", "free_queries", "load_queries", "shares_of_head", "shares_before",
-    "block_told", "step", "turn_of",
-    "half_of_dq", "rows_at", "clipped", "sequence_of", "extent", "clamped", "live", "way", "visit",
+    "place_of_keys", "query_blocks", "free_queries", "load_queries", "shares_before", "block_told", "add_share", "step",
+    "turn_of", "half_of_dq", "rows_at", "clipped", "sequence_of", "extent", "clamped", "live", "way", "visit",
 }  # fmt: skip
 NO_LENGTHS = (None,) * 4 + (0,) * 5
 
@@ -38,6 +37,7 @@ class Memory(Anything):
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.shape = (16, 256)  # of a share of dQ; of others nobody asks
         self.holds: dict[Any, Any] = {}
 
     def slice(self, start: int, _: int, dim: int) -> Any:
@@ -124,35 +124,30 @@ class BackwardBlock:
         self.in_flight: dict[str, list[tuple[Product, list[Memory]]]] = defaultdict(list)
         self.leaving: dict[str, list[Memory]] = defaultdict(list)  # by TMA
         self.at_barrier = self.met = 0
-        k, v, q = (self.ring(*sizes) for sizes in (("k", 2, 2), ("v", 2, 1), ("q", options.STAGES, 2)))
+        sizes = ("k", 2, 2), ("v", 2, 1), ("q", options.STAGES, 2), ("dQ", 2 * options.PLACES, 1)
+        k, v, q, dq = (self.ring(*x) for x in sizes)
         do, rows = (Buffers([Memory(name) for _ in range(options.STAGES)]) for name in ("do", "statistics"))
-        blocks = self.ring("blocks", 4, 2)
-        self.rings = SimpleNamespace(k=k, v=v, q=q, do=do, statistics=rows, blocks=blocks, BYTES=3)
-        self.ds, self.dq = (Buffers([Memory(name) for _ in range(n)]) for name, n in (("dS", 4), ("dQ", 2)))
-        self.shares = self.ring("dQ", 2, 1)
+        blocks = self.ring("blocks", 4, 4)
+        self.rings = SimpleNamespace(k=k, v=v, q=q, dq=dq, do=do, statistics=rows, blocks=blocks, BYTES=3)
+        self.ds = Buffers([Memory("dS") for _ in range(4)])
 
     def partitions(self) -> dict[str, Callable[[], None]]:
         consume, produce, add = (self.rewired(f) for f in (backward.consumer, backward.producer, backward.adder))
-        shares = self.shares if self.O.ORDERED else self.dq
 
         def consumer(c: int) -> Callable[[], None]:
-            return lambda: consume(
-                "dk", "dv", "dq", self.ds, shares, "bits", self.lengths, self.rings, self.call, c, self.O
-            )
+            return lambda: consume("dk", "dv", self.ds, "bits", self.lengths, self.rings, self.call, c, self.O)
 
         def adder(c: int) -> Callable[[], None]:
-            return lambda: add("dq", 0, shares, self.lengths, self.call, c, self.O)
+            return lambda: add("dq", 0, self.lengths, self.rings, self.call, c, self.O)
 
-        partitions = {str(c): consumer(c) for c in (0, 1)}
-        if self.O.ORDERED:
-            partitions |= {f"{c} adds": adder(c) for c in (0, 1)}
+        partitions = {str(c): consumer(c) for c in (0, 1)} | {f"{c} adds": adder(c) for c in (0, 1)}
         partitions["producer"] = lambda: produce(
             "q", "k", "v", "do", "rows", self.lengths, self.lists, self.rings, self.call, self.O
         )
         return partitions
 
     def check_end(self) -> None:
-        for ring in (self.rings.q, self.rings.blocks, self.shares):
+        for ring in (self.rings.q, self.rings.dq, self.rings.blocks):
             for full, empty in zip(ring.full, ring.empty, strict=True):
                 assert full.phase == empty.phase, "what was committed was not released"
         assert not self.at_barrier
@@ -194,7 +189,7 @@ class BackwardBlock:
             "gl": language, "mbarrier": self, "tma_load": self.tma_load, "PIECE": 64, "KEYS": 128, "LN2": 1.0,
             "matrix": lambda memory: memory, "queries": self.queries, "begin_with": lambda row: row,
             "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.finish, "score_gradient": self.score_gradient,
-            "put_share": self.put_share, "add_to_dq": self.add_to_dq, "await_turn": self.await_turn,
+            "put_share": self.put_share, "tma_add": self.tma_add, "await_turn": self.await_turn,
             "end_turn": self.end_turn, "meet": self.meet, "wait_for_stores": self.wait_for_stores,
             "store_by_tma": self.store, "fence_async_shared": lambda: None, "uniform": lambda x: x,
             "TILE": 128, "FAR": FAR, "Place": self.place_of, "Call": self.call_of,
@@ -304,8 +299,8 @@ class BackwardBlock:
         ((head, i0),) = blocks
         self.write(memory, "dq", (int(self.me), head, min(keys), i0))
 
-    def add_to_dq(self, _: str, share: int, memory: Memory) -> None:
-        add = memory.holds["dq"]
+    def tma_add(self, _: str, at: list[int], memory: Memory) -> None:
+        share, add = at[0] // memory.shape[0], memory.holds["dq"]
         if self.O.ORDERED:
             assert share not in self.device.adding, "an add of another tile is on its way"
             self.device.adding[share] = add

@@ -373,6 +373,14 @@ def test_grid_table() -> None:
     ]
 
 
+def test_overview_is_beside_the_best_peer() -> None:
+    assert tables.overview(ROWS, "forward").splitlines() == [
+        "| d, mask | 512 | 2k |",
+        "| --- | ---: | ---: |",
+        "| forward, 64, causal |  | 424 (1.20) |",
+    ]
+
+
 def test_other_tables() -> None:
     assert tables.speeds(ROWS).splitlines()[2:] == [
         "| fp32 forward fp32 d64 full S1024 | memory-efficient | 1.5 ms | 3 ms | 2.00 (1.90, 2.10) | >= 1.5 | yes |"

@@ -82,10 +82,9 @@ EVERY = [
     for deterministic in (False, True)
     if not (deterministic and KINDS[kind].get("blocks"))
 ]
-# Bytes, by columns and softcap. With 64 columns and a Band 88 with Triton 3.6, outside the loop over queries; up to 284
-# with newer ones, whose ptxas reloads a few in it, as it does with a softcap.
-SPILLS = {(64, False): 320, (64, True): 2048, (128, False): 16, (128, True): 1024}
-SPILLS_ORDERED = 160  # more, outside that loop; most of them with Triton 3.9
+# Bytes, by columns and softcap, most of them with Triton 3.9, outside the loop over queries. With 64 columns ptxas of
+# Triton 3.7 and later reloads a few in it, as each does with a softcap.
+SPILLS = {(64, False): 480, (64, True): 2208, (128, False): 176, (128, True): 1184}
 SPILLS_VARIED = 128  # more, where sequences have lengths of their own: of a tile's place, outside it or once a block
 
 
@@ -130,8 +129,7 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str, deterministic: bool
     taken = resources(binary)
     wide = config.width(max(d, v_dim))
     varied = problem.q_layout is Layout.PACKED or problem.q_lens or problem.k_lens
-    more = SPILLS_ORDERED * deterministic + SPILLS_VARIED * varied
-    assert taken.spilled <= SPILLS[wide, problem.softcap > 0] + more
+    assert taken.spilled <= SPILLS[wide, problem.softcap > 0] + SPILLS_VARIED * varied
     assert not taken.unwritten, "ptxas left out an instruction"
     bytes_of_tiles = config.backward_shared_bytes(config.BACKWARD[wide], wide)
     assert bytes_of_tiles < taken.shared <= min(bytes_of_tiles + 1024, config.SHARED)
@@ -213,7 +211,7 @@ def test_partitions_take_every_pair_once_and_never_wait_for_ever(seed: int) -> N
     group, batch, wide = r.choice((1, 2, 3)), r.choice((1, 2)), r.choice(list(config.BACKWARD))
     problem = problem_of(wide, band=band, q_len=q_len, k_len=k_len, heads=2 * group, kv_heads=2, batch=batch)
     options = backward_host.Options.of(replace(problem, deterministic=ordered), config.BACKWARD[wide], wide)
-    options = replace(options, STAGES=r.choice((1, 2, 3)))
+    options = replace(options, STAGES=r.choice((1, 2, 3)), PLACES=r.choice((1, 2)))
     tiles = -(-k_len // config.BACKWARD_KEYS)
     numbers = backward_host.numbers_of(problem, NOTHING.origin, k_len, config.BACKWARD_KEYS, 2, r.choice((1, 2, 3)))
     device = Device(seed, r.choice((1, 2, 3, 5)) if ordered else 1)
@@ -276,7 +274,7 @@ def test_sequences_and_block_masks_played(seed: int) -> None:
         lists = lists_in(drawn.mask.key_major, batch, origin, (origin[3], origin[2]))
         part = backward_host.is_part(problem, origin, lists[6:10])
     options = backward_host.Options.of(problem, config.BACKWARD[wide], wide, part)
-    options = replace(options, STAGES=r.choice((1, 2, 3)))
+    options = replace(options, STAGES=r.choice((1, 2, 3)), PLACES=r.choice((1, 2)))
     numbers = list(backward_host.numbers_of(problem, origin, drawn.k_len, 128, 2, r.choice((1, 2, 3))))
     numbers[:2] = drawn.q_len, drawn.k_len
     lengths = (*drawn.contents(), batch, *(0 if packed else APART for _ in range(4)))

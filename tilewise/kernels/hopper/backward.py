@@ -8,9 +8,9 @@
 
 A consumer warpgroup owns 64 of the keys. S and dP are made transposed, so that P^T and dS^T lie in registers as the first
 operands of dV and dK. Only dQ sums over the keys of both consumers: dS^T goes through shared memory, and each consumer
-makes half of dQ's block, which TMA adds to an fp32 accumulator in global memory in whatever order programs come by. The
-accumulator's elements lie there as they lie in registers, so that nothing is moved between threads on the way. ORDERED,
-programs take turns at it, and dQ has the same bits each time, too: two more warps (`adder`) do that beside the consumers.
+makes half of dQ's block, which a warp beside it (`adder`) has TMA add to an fp32 accumulator in global memory. The
+accumulator's elements lie there as they lie in registers, so that nothing is moved between threads on the way. Programs add
+in whatever order they come by; ORDERED, they take turns at it, and dQ has the same bits each time, too.
 
 Sequences that have lengths of their own: statistics and the accumulator have 128 rows or a multiple for each, so that a
 packed one begins at row 128 (cu_q[s] // 128 + s) of them; behind its last row P is 0 there.
@@ -58,24 +58,27 @@ mask_free_queries = gluon.jit(arithmetic.mask_free_queries)
 class Rings:
     """What the producer hands the consumers. Items 0 and 1 of k and v are the consumers' pieces; they stay.
 
-    An item of q is a block of queries: Q, and in the same place of the other two dO and (-L, -delta). With a BlockMask
-    the producer alone knows which one it is: the same item of blocks says (its first share of dQ, its number, its bit tile's
+    An item of q is a block of queries: Q, and in the same place of the other two dO and (-L, -delta). Of dq, which goes from
+    the consumers to their adders, item 2 n + c is consumer c's share of block n's. With a BlockMask the producer alone knows
+    which block comes: the same item of blocks tells consumers and adders (its first share of dQ, its number, its bit tile's
     place in the pool, or -1), and after the last one (-1, 0, 0).
     """
 
     k: Ring
     v: Ring
     q: Ring
+    dq: Ring
     do: gl.shared_memory_descriptor  # (STAGES, 1, 1, ROWS, WIDTH)
     statistics: gl.shared_memory_descriptor  # (STAGES, 2, 1, ROWS)
     blocks: Ring
     BYTES: gl.constexpr  # of an item
 
     @gluon.constexpr_function
-    def __init__(self, k, v, q, do, statistics, blocks, BYTES):
+    def __init__(self, k, v, q, dq, do, statistics, blocks, BYTES):
         self.k = k
         self.v = v
         self.q = q
+        self.dq = dq
         self.do = do
         self.statistics = statistics
         self.blocks = blocks
@@ -191,7 +194,7 @@ def producer(q_desc, k_desc, v_desc, do_desc, statistics_desc, lengths, lists, r
     for member in range(call.group):
         h = place.kv * call.group + member
         if O.BLOCKS:
-            head_share = shares_before(place, member, shares_of_head(call, lengths, O), call, 0)
+            head_share = shares_before(place, member, call, lengths, 0, O)
             blocks = way(lists, place.s, h, place.first // KEYS, lo * O.ROWS, hi * O.ROWS, O.ROWS, O.CUT)
             for j in range(blocks[0]):
                 i0, bits = visit(blocks, j, lists, 0, O.ROWS)
@@ -314,28 +317,28 @@ def put_share(dq, buffer):
 
 
 @gluon.jit
-def add_to_dq(dq_desc, share, buffer):
-    """Add it to the accumulator, by TMA and without waiting for it."""
-    tma_add(dq_desc, [share * buffer.shape[0], 0], buffer)
-
-
-@gluon.jit
-def shares_of_head(call, lengths, O: gl.constexpr):
-    """How many shares a head's dQ has."""
-    SHARES: gl.constexpr = O.WIDTH // PIECE  # of 64 queries
+def shares_before(place, member, call, lengths, C: gl.constexpr, O: gl.constexpr):
+    """Where consumer C's first share of the sequence's queries is in dQ, of a head of the group; those of blocks are 2 apart."""
+    SHARES: gl.constexpr = O.WIDTH // PIECE  # of 64 queries' dQ
     tiles = (call.q_len + KEYS - 1) // KEYS
     if O.PACKED:
         tiles = call.q_len // KEYS + lengths[4] + 1
-    return tiles * (KEYS // PIECE * SHARES)
-
-
-@gluon.jit
-def shares_before(place, member, a_head, call, C: gl.constexpr):
-    """Where consumer C's first share of the sequence's queries is, of a head of the group; those of blocks are 2 apart."""
+    a_head = tiles * (KEYS // PIECE * SHARES)
     return (place.b * call.heads + place.kv * call.group + member) * a_head + C + 2 * place.before
 
 
-# ---- adding in turn --------------------------------------------------------------------------------------------------
+@gluon.jit
+def block_told(n, rings):
+    """(First share of dQ, number, its bit tile's place or -1) of block n."""
+    told = rings.blocks.wait(n)
+    share = number(told, 0)
+    block = number(told, 1)
+    tile = number(told, 2)
+    rings.blocks.release(n)
+    return share, block, tile
+
+
+# ---- the adders ------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -351,34 +354,49 @@ def turn_of(first, block, call, O: gl.constexpr):
 
 
 @gluon.jit
-def adder(dq_desc, turns, shares, lengths, call, C: gl.constexpr, O: gl.constexpr):
-    """One warp: adds consumer C's shares, each when its turn has come, by a count of adds that each share has in memory.
+def adder(dq_desc, turns, lengths, rings, call, C: gl.constexpr, O: gl.constexpr):
+    """One warp: adds consumer C's shares to the accumulator; ordered, each when its turn has come.
 
-    The turn ends when the sum is in memory: the next tile's add may come from another SM.
+    turns: how many adds each share has in memory. A turn ends when its sum is there, for the next may be of another SM.
     """
-    place = place_of_keys(call, lengths, O)
-    lo, hi = query_blocks(place.first, place.call, O.ROWS)
-    a_head = shares_of_head(call, lengths, O)
     n = 0  # blocks added
-    for member in range(call.group):
-        head_share = shares_before(place, member, a_head, call, C)
-        for block in range(lo, hi):
-            share = head_share + 2 * block
-            await_turn(turns + share, turn_of(place.first, block, place.call, O))  # mostly it has come before the share
-            buffer = shares.wait(2 * n + C)
-            add_to_dq(dq_desc, share, buffer)
-            wait_for_stores()
-            shares.release(2 * n + C)
-            end_turn(turns + share)
+    if O.BLOCKS:
+        share, _, _ = block_told(n, rings)
+        while share >= 0:
+            add_share(dq_desc, 2 * n + C, share + C, rings)
             n += 1
+            share, _, _ = block_told(n, rings)
+    else:
+        place = place_of_keys(call, lengths, O)
+        lo, hi = query_blocks(place.first, place.call, O.ROWS)
+        for member in range(call.group):
+            head_share = shares_before(place, member, call, lengths, C, O)
+            for block in range(lo, hi):
+                share = head_share + 2 * block
+                if O.ORDERED:
+                    await_turn(
+                        turns + share, turn_of(place.first, block, place.call, O)
+                    )  # mostly it has come before the share
+                add_share(dq_desc, 2 * n + C, share, rings)
+                if O.ORDERED:
+                    end_turn(turns + share)
+                n += 1
+
+
+@gluon.jit
+def add_share(dq_desc, item, share, rings):
+    """Add an item of rings.dq to the accumulator."""
+    buffer = rings.dq.wait(item)
+    tma_add(dq_desc, [share * buffer.shape[0], 0], buffer)
+    wait_for_stores()
+    rings.dq.release(item)
 
 
 # ---- the consumers ---------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def step(dk, dv, n, first, i0, free_lo, free_hi, share, tile, bits, rings, ds_buffers, shares, dq_desc, call,
-         C: gl.constexpr, O: gl.constexpr):  # fmt: skip
+def step(dk, dv, n, first, i0, free_lo, free_hi, tile, bits, rings, ds_buffers, call, C: gl.constexpr, O: gl.constexpr):
     """(dK, dV) with block n of the queries taken in, and its dQ sent off. tile: its bits' place in the pool, or -1.
 
     Of 128 queries both halves' S and dP are in flight from the start: the tensor cores have the second's to do during the
@@ -428,8 +446,6 @@ def step(dk, dv, n, first, i0, free_lo, free_hi, share, tile, bits, rings, ds_bu
         dS2 = gl.convert_layout(dS2, operand)
         dv = warpgroup_mma(P2, do2, dv, is_async=True)
     fence_async_shared()
-    if not O.ORDERED:
-        wait_for_stores()  # the dQ before has left its buffer
     meet()  # dS of both is there; and both have read the one before the last, whose place is the next one's
     dq = half_of_dq(ds_buffers, dS_at, rings.k.buffers, zero, C, O)
     if TWO:
@@ -437,12 +453,8 @@ def step(dk, dv, n, first, i0, free_lo, free_hi, share, tile, bits, rings, ds_bu
     else:
         dk = warpgroup_mma(dS, q, dk, is_async=True)
     dq = warpgroup_mma_wait(1, [dq])
-    if O.ORDERED:
-        put_share(dq, shares.acquire(2 * n + C))
-        shares.commit(2 * n + C)
-    else:
-        put_share(dq, shares.index(C))
-        add_to_dq(dq_desc, share, shares.index(C))
+    put_share(dq, rings.dq.acquire(2 * n + C))
+    rings.dq.commit(2 * n + C)
     if TWO:
         dk, dv, P, dS, P2, dS2 = warpgroup_mma_wait(0, [dk, dv, P, dS, P2, dS2])
     else:
@@ -452,25 +464,8 @@ def step(dk, dv, n, first, i0, free_lo, free_hi, share, tile, bits, rings, ds_bu
 
 
 @gluon.jit
-def block_told(n, rings):
-    """(First share of dQ, number, its bit tile's place or -1) of block n."""
-    told = rings.blocks.wait(n)
-    share = number(told, 0)
-    block = number(told, 1)
-    tile = number(told, 2)
-    rings.blocks.release(n)
-    return share, block, tile
-
-
-@gluon.jit
-def consumer(
-    dk_desc, dv_desc, dq_desc, ds_buffers, shares, bits, lengths, rings, call, C: gl.constexpr, O: gl.constexpr
-):
-    """One warpgroup: keys [64 C, 64 C + 64) of the tile, and a half of each block's dQ.
-
-    shares: buffers of dQ, one of each consumer. Ordered, a Ring of them: item 2 n + C is of block n. bits: a BlockMask's
-    pool by keys.
-    """
+def consumer(dk_desc, dv_desc, ds_buffers, bits, lengths, rings, call, C: gl.constexpr, O: gl.constexpr):
+    """One warpgroup: keys [64 C, 64 C + 64) of the tile, and a half of each block's dQ. bits: a BlockMask's pool by keys."""
     dtype: gl.constexpr = rings.q.buffers.dtype
     WIDTH: gl.constexpr = O.WIDTH
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.WIDTH, 16])
@@ -479,7 +474,6 @@ def consumer(
     first = place.first + PIECE * C
     lo, hi = query_blocks(place.first, own, O.ROWS)
     free_lo, free_hi = free_queries(first, own)
-    a_head = shares_of_head(call, lengths, O)
     dk = gl.zeros([PIECE, WIDTH], gl.float32, layout)
     dv = gl.zeros([PIECE, WIDTH], gl.float32, layout)
     for c in gl.static_range(2):
@@ -489,18 +483,15 @@ def consumer(
     if O.BLOCKS:
         share, block, tile = block_told(n, rings)
         while share >= 0:
-            dk, dv = step(
-                dk, dv, n, first, block * O.ROWS, free_lo, free_hi, share + C, tile, bits, rings, ds_buffers, shares, dq_desc, own, C, O
-            )  # fmt: skip
+            dk, dv = step(dk, dv, n, first, block * O.ROWS, free_lo, free_hi, tile, bits, rings, ds_buffers, own, C, O)
             n += 1
             share, block, tile = block_told(n, rings)
     else:
-        for member in range(call.group):
-            head_share = shares_before(place, member, a_head, call, C)
+        for _ in range(call.group):
             for block in range(lo, hi):
                 dk, dv = step(
-                    dk, dv, n, first, block * O.ROWS, free_lo, free_hi, head_share + 2 * block, -1, bits, rings, ds_buffers, shares, dq_desc, own, C, O
-                )  # fmt: skip
+                    dk, dv, n, first, block * O.ROWS, free_lo, free_hi, -1, bits, rings, ds_buffers, own, C, O
+                )
                 n += 1
     at = rows_at(place.b, place.kv, first, place.dk_start, place.k_span, O.K_CLIPPED)
     store_by_tma(dv.to(dtype), rings.v.buffers.index(C), dv_desc, at)
@@ -537,38 +528,30 @@ def backward_kernel(
     v_buffers = gl.allocate_shared_memory(q.dtype, stacked(2, v.block_shape), v.layout)
     dS_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PIECE, O.ROWS], q.dtype)
     ds_buffers = gl.allocate_shared_memory(q.dtype, [4, PIECE, O.ROWS], dS_layout)  # two of each consumer
-    dq_buffers = gl.allocate_shared_memory(gl.float32, [2, PIECE * PIECE // 256, 256], dq.layout)
+    dq_buffers = gl.allocate_shared_memory(gl.float32, [2 * O.PLACES, PIECE * PIECE // 256, 256], dq.layout)
     BYTES: gl.constexpr = 2 * O.ROWS * (2 * O.WIDTH + 4)
     k_ring = ring_of(k_buffers, 2)
     v_ring = ring_of(v_buffers, 1)
     q_ring = ring_of(q_buffers, 2)
+    dq_ring = ring_of(dq_buffers, 1)
     block_ring = q_ring
     if O.BLOCKS:
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        block_ring = ring_of(gl.allocate_shared_memory(gl.int32, [4, 4], plain), 2)
-    rings = Rings(k_ring, v_ring, q_ring, do_buffers, of_rows, block_ring, BYTES)
+        block_ring = ring_of(gl.allocate_shared_memory(gl.int32, [4, 4], plain), 4)
+    rings = Rings(k_ring, v_ring, q_ring, dq_ring, do_buffers, of_rows, block_ring, BYTES)
     fence_async_shared()
     call = Call(q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total)
     lengths = (cu_q, cu_k, q_lens, k_lens, batch, q_apart, do_apart, k_apart, v_apart)
     lists = (
         full_count, full, mixed_count, mixed, mixed_bits, batch, blocks_b, blocks_h, blocks_n, blocks_m, base, j0, i0,
     )  # fmt: skip
-    if O.ORDERED:
-        shares = ring_of(dq_buffers, 1)
-        fence_async_shared()
-        gl.warp_specialize([
-            (consumer, (dk, dv, dq, ds_buffers, shares, bits, lengths, rings, call, 0, O)),
-            (consumer, (dk, dv, dq, ds_buffers, shares, bits, lengths, rings, call, 1, O)),
-            (producer, (q, k, v, do, statistics, lengths, lists, rings, call, O)),
-            (adder, (dq, turns, shares, lengths, call, 0, O)),
-            (adder, (dq, turns, shares, lengths, call, 1, O)),
-        ], [4, 1, 1, 1], [O.CONSUMER_REGISTERS, O.PRODUCER_REGISTERS, O.PRODUCER_REGISTERS, O.PRODUCER_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consumer, (dk, dv, dq, ds_buffers, dq_buffers, bits, lengths, rings, call, 0, O)),
-            (consumer, (dk, dv, dq, ds_buffers, dq_buffers, bits, lengths, rings, call, 1, O)),
-            (producer, (q, k, v, do, statistics, lengths, lists, rings, call, O)),
-        ], [4, 1], [O.CONSUMER_REGISTERS, O.PRODUCER_REGISTERS])  # fmt: skip
+    gl.warp_specialize([
+        (consumer, (dk, dv, ds_buffers, bits, lengths, rings, call, 0, O)),
+        (consumer, (dk, dv, ds_buffers, bits, lengths, rings, call, 1, O)),
+        (producer, (q, k, v, do, statistics, lengths, lists, rings, call, O)),
+        (adder, (dq, turns, lengths, rings, call, 0, O)),
+        (adder, (dq, turns, lengths, rings, call, 1, O)),
+    ], [4, 1, 1, 1], [O.CONSUMER_REGISTERS, O.PRODUCER_REGISTERS, O.PRODUCER_REGISTERS, O.PRODUCER_REGISTERS])  # fmt: skip
 
 
 # ---- before and after ------------------------------------------------------------------------------------------------

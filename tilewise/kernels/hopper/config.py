@@ -84,9 +84,9 @@ def width(size: int) -> int:
 
 def kind_of(problem: Problem) -> str:
     """Which of KINDS serves the problem. Of packed sequences no length is known, and a BlockMask's tiles have 128 rows."""
-    if problem.q_layout is Layout.PACKED or problem.mask == "blocks":
+    if problem.mask == "blocks":
         return "short"
-    return "long" if problem.k_len >= LONG else "short"
+    return "long" if problem.k_len >= LONG or problem.q_layout is Layout.PACKED else "short"
 
 
 def choose(problem: Problem) -> Config:
@@ -108,23 +108,25 @@ BACKWARD_KEYS = 128  # of a tile: a piece for each of two consumers
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """A tile of 128 keys, passed by blocks of `rows` queries, of which `stages` are in shared memory."""
+    """A tile of 128 keys, passed by blocks of `rows` queries, of which `stages` are in shared memory, and dQ of `places`."""
 
     rows: int
     stages: int
+    places: int
     evidence: str
     registers: tuple[int, int] = (240, 24)  # of a consumer's and the producer's thread
 
 
-# By columns of the tiles, of Q, K, V and dO alike. TFLOP/s of the study's main kernel alone and, in brackets, of the whole
-# backward of the best of FlashAttention-4 and cuDNN; these kernels, of the same form, have not been timed yet. rows * columns
-# is 8192: a consumer's share of dQ is then (64, 64).
+# By columns of the tiles, of Q, K, V and dO alike. TFLOP/s as above, of the whole backward. rows * columns is 8192: a
+# consumer's share of dQ is then (64, 64).
 BACKWARD: dict[int, Backward] = {
     64: Backward(
-        128, 2, "489 (498) full, 477 (459) causal at 4k; 515 (526) and 497 (522) at 16k; blocks of 64 queries are behind",
+        128, 2, 2, "full 300 at 512, 496 at 4k, 503 at 16k; causal 184, 457, 514. One place for dQ: 298, 490, 499; 184, 451, 507."
+        " Consumers that add to dQ themselves: 308, 488, 491; 189, 455, 507",
     ),
     128: Backward(
-        64, 2, "605 (574) full, 576 (518) causal at 4k; 627 (626) and 610 (605) at 16k; vector atomics for dQ cost 8 %",
+        64, 2, 1, "full 366 at 512, 597 at 4k, 609 at 16k; causal 227, 573, 634. Two places for dQ: 358, 583, 595; 226, 575, 626."
+        " Consumers that add to dQ themselves: 366, 593, 577; 228, 557, 584. Vector atomics, in a study, were 8 % slower",
     ),
 }  # fmt: skip
 
@@ -134,7 +136,7 @@ def backward_shared_bytes(config: Backward, wide: int) -> int:
     k_v = 2 * 2 * BACKWARD_KEYS * wide
     queries = config.stages * config.rows * (2 * 2 * wide + 2 * 4)
     ds = 2 * 2 * BACKWARD_KEYS * config.rows
-    dq = 4 * config.rows * wide
+    dq = 4 * config.places * config.rows * wide
     return k_v + queries + ds + dq
 
 
