@@ -194,7 +194,7 @@ def producer(q_desc, k_desc, v_desc, do_desc, statistics_desc, lengths, lists, r
     for member in range(call.group):
         h = place.kv * call.group + member
         if O.BLOCKS:
-            head_share = shares_before(place, member, call, lengths, 0, O)
+            head_share = shares_before(place, member, shares_of_head(call, lengths, O), call, 0)
             blocks = way(lists, place.s, h, place.first // KEYS, lo * O.ROWS, hi * O.ROWS, O.ROWS, O.CUT)
             for j in range(blocks[0]):
                 i0, bits = visit(blocks, j, lists, 0, O.ROWS)
@@ -317,13 +317,18 @@ def put_share(dq, buffer):
 
 
 @gluon.jit
-def shares_before(place, member, call, lengths, C: gl.constexpr, O: gl.constexpr):
-    """Where consumer C's first share of the sequence's queries is in dQ, of a head of the group; those of blocks are 2 apart."""
+def shares_of_head(call, lengths, O: gl.constexpr):
+    """How many shares a head's dQ has."""
     SHARES: gl.constexpr = O.WIDTH // PIECE  # of 64 queries' dQ
     tiles = (call.q_len + KEYS - 1) // KEYS
     if O.PACKED:
         tiles = call.q_len // KEYS + lengths[4] + 1
-    a_head = tiles * (KEYS // PIECE * SHARES)
+    return tiles * (KEYS // PIECE * SHARES)
+
+
+@gluon.jit
+def shares_before(place, member, a_head, call, C: gl.constexpr):
+    """Where consumer C's first share of the sequence's queries is in dQ, of a head of the group; those of blocks are 2 apart."""
     return (place.b * call.heads + place.kv * call.group + member) * a_head + C + 2 * place.before
 
 
@@ -359,8 +364,8 @@ def adder(dq_desc, turns, lengths, rings, call, C: gl.constexpr, O: gl.constexpr
 
     turns: how many adds each share has in memory. A turn ends when its sum is there, for the next may be of another SM.
     """
-    n = 0  # blocks added
     if O.BLOCKS:
+        n = 0  # blocks added
         share, _, _ = block_told(n, rings)
         while share >= 0:
             add_share(dq_desc, 2 * n + C, share + C, rings)
@@ -369,8 +374,10 @@ def adder(dq_desc, turns, lengths, rings, call, C: gl.constexpr, O: gl.constexpr
     else:
         place = place_of_keys(call, lengths, O)
         lo, hi = query_blocks(place.first, place.call, O.ROWS)
+        a_head = shares_of_head(call, lengths, O)
+        n = 0
         for member in range(call.group):
-            head_share = shares_before(place, member, call, lengths, C, O)
+            head_share = shares_before(place, member, a_head, call, C)
             for block in range(lo, hi):
                 share = head_share + 2 * block
                 if O.ORDERED:
