@@ -27,8 +27,8 @@ PLACE = (
 MASK = ("query_range", "mask_free_queries", "key_range", "tile_of")
 PLAYED = {  # functions that the partitions call, as the Python that they are
     "place_of_keys", "query_blocks", "free_queries", "load_queries", "shares_of_head", "shares_before", "block_told",
-    "add_share", "step", "turn_of", "half_of_dq", "rows_at", "clipped", "sequence_of", "extent", "clamped", "live", "way",
-    "visit",
+    "add_share", "step", "turn_of", "half_of_dq", "rows_at", "clipped", "sequence_of", "extent", "clamped", "live",
+    "way", "visit",
 }  # fmt: skip
 NO_LENGTHS = (None,) * 4 + (0,) * 5
 

@@ -368,7 +368,7 @@ def adder(dq_desc, turns, lengths, rings, call, C: gl.constexpr, O: gl.constexpr
         n = 0  # blocks added
         share, _, _ = block_told(n, rings)
         while share >= 0:
-            add_share(dq_desc, 2 * n + C, share + C, rings)
+            add_share(dq_desc, n, share + C, rings, C)
             n += 1
             share, _, _ = block_told(n, rings)
     else:
@@ -384,19 +384,19 @@ def adder(dq_desc, turns, lengths, rings, call, C: gl.constexpr, O: gl.constexpr
                     await_turn(
                         turns + share, turn_of(place.first, block, place.call, O)
                     )  # mostly it has come before the share
-                add_share(dq_desc, 2 * n + C, share, rings)
+                add_share(dq_desc, n, share, rings, C)
                 if O.ORDERED:
                     end_turn(turns + share)
                 n += 1
 
 
 @gluon.jit
-def add_share(dq_desc, item, share, rings):
-    """Add an item of rings.dq to the accumulator."""
-    buffer = rings.dq.wait(item)
+def add_share(dq_desc, n, share, rings, C: gl.constexpr):
+    """Add consumer C's share of block n to the accumulator."""
+    buffer = rings.dq.wait(2 * n + C)
     tma_add(dq_desc, [share * buffer.shape[0], 0], buffer)
     wait_for_stores()
-    rings.dq.release(item)
+    rings.dq.release(2 * n + C)
 
 
 # ---- the consumers ---------------------------------------------------------------------------------------------------
