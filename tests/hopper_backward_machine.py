@@ -12,16 +12,25 @@ from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
-from hopper_machine import Anything, Barrier, Buffers, Scheduler, _Language
+from hopper_machine import APART, NO_LISTS, Anything, Barrier, Buffers, Scheduler, _Int, _Language
 
 from tilewise import mask
-from tilewise.kernels.hopper import backward, pipeline
+from tilewise.kernels.hopper import backward, pipeline, walk
+from tilewise.kernels.tensors import FAR
 
+CALL = (
+    "q_len", "k_len", "diagonal", "left", "right", "scale", "softcap", "heads", "group", "tiles", "together", "total",
+)  # fmt: skip
+PLACE = (
+    "first", "s", "b", "kv", "before", "q_start", "do_start", "k_start", "v_start", "dk_start", "k_span", "call",
+)  # fmt: skip
 MASK = ("query_range", "mask_free_queries", "key_range", "tile_of")
-WALK = ("which_keys", "query_blocks")
-CALLS = {  # what functions of the kernel call, of its own ones
-    "producer": WALK, "consumer": (*WALK, "free_queries", "step"), "adder": (*WALK, "turn_of"), "step": ("half_of_dq",),
+PLAYED = {  # functions that the partitions call, as the Python that they are
+    "place_of_keys", "query_blocks", "free_queries", "load_queries", "shares_of_head", "shares_before", "block_told",
+    "add_share", "step", "turn_of", "half_of_dq", "rows_at", "clipped", "sequence_of", "extent", "clamped", "live",
+    "way", "visit",
 }  # fmt: skip
+NO_LENGTHS = (None,) * 4 + (0,) * 5
 
 
 class Memory(Anything):
@@ -98,10 +107,19 @@ class Device:
 
 
 class BackwardBlock:
-    """One program. Its log: ("pair", consumer, query head, keys from, queries from, masked) and what it stored."""
+    """One program. Its log: ("pair", consumer, (sequence, query head), keys from, queries from, masked, bit tile, keys
+    and queries from in their sequence), which statistics came with which queries, and what it stored.
 
-    def __init__(self, call: Any, options: Any, program: int, device: Device) -> None:
-        self.O, self.call, self.program, self.device = options, call, program, device
+    numbers: of a `walk.Call`. lengths, lists: as the kernel makes them, with Pointers.
+    """
+
+    def __init__(
+        self, numbers: tuple[Any, ...], options: Any, program: int, device: Device,
+        lengths: tuple[Any, ...] = NO_LENGTHS, lists: tuple[Any, ...] = NO_LISTS,
+    ) -> None:  # fmt: skip
+        self.O, self.program, self.device = options, program, device
+        self.call = self.call_of(*numbers)
+        self.lengths, self.lists = lengths, lists
         self.scheduler = device.scheduler
         self.log: list[tuple[Any, ...]] = []
         self.in_flight: dict[str, list[tuple[Product, list[Memory]]]] = defaultdict(list)
@@ -110,29 +128,48 @@ class BackwardBlock:
         sizes = ("k", 2, 2), ("v", 2, 1), ("q", options.STAGES, 2), ("dQ", 2 * options.PLACES, 1)
         k, v, q, dq = (self.ring(*x) for x in sizes)
         do, rows = (Buffers([Memory(name) for _ in range(options.STAGES)]) for name in ("do", "statistics"))
-        self.rings = SimpleNamespace(k=k, v=v, q=q, dq=dq, do=do, statistics=rows, BYTES=3)
+        blocks = self.ring("blocks", 4, 4)
+        self.rings = SimpleNamespace(k=k, v=v, q=q, dq=dq, do=do, statistics=rows, blocks=blocks, BYTES=3)
         self.ds = Buffers([Memory("dS") for _ in range(4)])
 
     def partitions(self) -> dict[str, Callable[[], None]]:
         consume, produce, add = (self.rewired(f) for f in (backward.consumer, backward.producer, backward.adder))
 
         def consumer(c: int) -> Callable[[], None]:
-            return lambda: consume("dk", "dv", self.ds, self.rings, self.call, c, self.O)
+            return lambda: consume("dk", "dv", self.ds, "bits", self.lengths, self.rings, self.call, c, self.O)
 
         def adder(c: int) -> Callable[[], None]:
-            return lambda: add("dq", 0, self.rings, self.call, c, self.O)
+            return lambda: add("dq", 0, self.lengths, self.rings, self.call, c, self.O)
 
         partitions = {str(c): consumer(c) for c in (0, 1)} | {f"{c} adds": adder(c) for c in (0, 1)}
-        partitions["producer"] = lambda: produce("q", "k", "v", "do", "rows", self.rings, self.call, self.O)
+        partitions["producer"] = lambda: produce(
+            "q", "k", "v", "do", "rows", self.lengths, self.lists, self.rings, self.call, self.O
+        )
         return partitions
 
     def check_end(self) -> None:
-        for ring in (self.rings.q, self.rings.dq):
+        for ring in (self.rings.q, self.rings.dq, self.rings.blocks):
             for full, empty in zip(ring.full, ring.empty, strict=True):
                 assert full.phase == empty.phase, "what was committed was not released"
         assert not self.at_barrier
         assert not any(self.in_flight.values())
         assert not any(self.leaving.values())
+
+    def call_of(self, *numbers: Any) -> Any:
+        """A walk.Call with its own method."""
+        call = SimpleNamespace(**dict(zip(CALL, numbers, strict=True)))
+        call.with_lengths = self.rewired(walk.Call.with_lengths).__get__(call)
+        return call
+
+    def place_of(self, *fields: Any) -> Any:
+        place = SimpleNamespace(**dict(zip(PLACE, fields, strict=True)))
+        self.sequence = place.s
+        return place
+
+    def head(self, b: int, h: int) -> tuple[int, int]:
+        """(Sequence, head) of a block that lies in (b, h)."""
+        assert b == (0 if self.O.PACKED else self.sequence)
+        return self.sequence, h
 
     def ring(self, name: str, stages: int, readers: int) -> Any:
         ring = SimpleNamespace(
@@ -155,9 +192,13 @@ class BackwardBlock:
             "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.finish, "score_gradient": self.score_gradient,
             "put_share": self.put_share, "tma_add": self.tma_add, "await_turn": self.await_turn,
             "end_turn": self.end_turn, "meet": self.meet, "wait_for_stores": self.wait_for_stores,
-            "store_by_tma": self.store, "fence_async_shared": lambda: None,
+            "store_by_tma": self.store, "fence_async_shared": lambda: None, "uniform": lambda x: x,
+            "TILE": 128, "FAR": FAR, "Place": self.place_of, "Call": self.call_of,
+            "put": self.put, "number": lambda memory, at: memory.holds[at],
+            "below": lambda list, n, tile: sum(x < tile for x in list.data[list.at :][:n]),
         }  # fmt: skip
-        names |= {name: self.rewired(getattr(backward, name)) for name in CALLS.get(plain.__name__, ())}
+        for name in PLAYED & set(plain.__code__.co_names):
+            names[name] = self.rewired(getattr(backward if hasattr(backward, name) else walk, name))
         return FunctionType(plain.__code__, names, plain.__name__)
 
     # ---- what stands for the device
@@ -185,16 +226,30 @@ class BackwardBlock:
 
     def tma_load(self, descriptor: str, at: list[int], barrier: Any, memory: Memory) -> None:
         self.scheduler.until()
-        self.write(memory, "loaded", (descriptor, *at))
+        self.write(memory, "loaded", (descriptor, *at) if len(at) < 5 else (descriptor, *self.unclipped(at)))
+        self.write(memory, "end", None if len(at) < 5 else at[1] if self.O.PACKED else at[1] % APART)
         barrier.loads -= 1
         if not barrier.loads:
             barrier.arrive()
+
+    def unclipped(self, at: list[int]) -> tuple[int, ...]:
+        """(Sequence, head, row, 0) of a place in a descriptor that clips at ends."""
+        far, end, head, row, zero = at
+        assert far == FAR
+        row += end - FAR
+        return (0, head, row, zero) if self.O.PACKED else (row // APART, head, row % APART, zero)
+
+    def put(self, memory: Memory, at: int, numbers: tuple[int, ...]) -> None:
+        self.write(memory, "told", None)
+        memory.holds |= dict(enumerate((_Int(number) for number in numbers), at))
 
     def queries(self, rings: Any, at: int, piece: int) -> tuple[Any, ...]:
         q, do, rows = (buffers[at] for buffers in (rings.q.buffers, rings.do, rings.statistics))
         (q_name, b, h, i0, _), (do_name, *of_do), (name, _, bh, of_rows) = (x.holds["loaded"] for x in (q, do, rows))
         assert (q_name, do_name, name) == ("q", "do", "rows")
-        assert (of_do, bh, of_rows) == ([b, h, i0, 0], b * self.call.heads + h, i0)
+        assert (of_do, bh) == ([b, h, i0, 0], b * self.call.heads + h)
+        assert q.holds["end"] == do.holds["end"]
+        self.log.append(("queries", self.head(b, h), i0, of_rows, q.holds["end"]))
         return Part(q, 64 * piece), Part(do, 64 * piece), Anything(), Anything()
 
     def multiply(self, a: Any, b: Any, acc: Any, **_: Any) -> Product:
@@ -212,8 +267,11 @@ class BackwardBlock:
         return deps[0] if len(deps) == 1 else deps
 
     def score_gradient(
-        self, S: Product, dP: Product, L: Any, first: int, i0: int, masked: bool, in_flight: int, *_: Any
-    ) -> Any:
+        self, S: Product, dP: Product, L: Any, first: int, i0: int, masked: bool, tile: int, bits: str, in_flight: int,
+        dtype: Any, call: Any, consumer: int, options: Any,
+    ) -> Any:  # fmt: skip
+        assert (bits, consumer) == ("bits", int(self.me))
+        places = []
         for left, product, names in ((in_flight, S, ("k", "q")), (in_flight - 1, dP, ("v", "do"))):
             self.finish(left, [product])
             keys, queries, _acc = product.of
@@ -221,9 +279,11 @@ class BackwardBlock:
                 x.memory.holds["loaded"] if isinstance(x, Part) else x.holds["loaded"] for x in (keys, queries)
             )
             assert (key_name, name) == names
-            assert (j0, block + queries.start) == (first, i0)
-        self.log.append(("pair", int(self.me), (b, h), first, i0, masked))
-        dS = Gradient(self, ((b, h), first, i0))
+            places.append((j0, block + queries.start))
+        assert places[0] == places[1]
+        head = self.head(b, h)
+        self.log.append(("pair", consumer, head, *places[0], masked, tile, first, i0))
+        dS = Gradient(self, (head, *places[0]))
         return dS, dS
 
     def put_share(self, dq: Product, memory: Memory) -> None:

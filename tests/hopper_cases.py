@@ -25,11 +25,12 @@ ARRAY: dict[str, tuple[Hashable, ...]] = {  # what its kernel is compiled for
     "band": ("full", "causal", "ragged", "left", "window"), "softcap": (False, True), "sink": (None, F32),
     "length": (1024, config.LONG),
 }  # fmt: skip
-FORWARD: dict[str, tuple[Hashable, ...]] = {  # and what its forward alone is
-    "dtype": (F16, BF16), "d": config.WIDTHS, "d_v": ("d",), "band": ("full", "causal", "window"),
+VARIED: dict[str, tuple[Hashable, ...]] = {  # and with sequences of unlike lengths and BlockMasks
+    "dtype": (F16, BF16), "d": tuple(config.BACKWARD), "d_v": ("d",), "band": ("full", "causal", "window"),
     "softcap": (False, True), "sink": (None, F32), "length": (1024,), "mask": (None, "blocks"),
     "layout": ("dense", "packed", "packed, own keys"), "lens": ("", "q", "k", "qk"),
 }  # fmt: skip
+WIDE = VARIED | {"d": config.WIDTHS[len(config.BACKWARD) :]}  # heads whose backward with those is Triton's
 VALUES = 3  # cases a row
 LAYOUTS = ("contiguous", "transposed", "gaps", "heads", "last", "offset")
 
@@ -37,7 +38,7 @@ LAYOUTS = ("contiguous", "transposed", "gaps", "heads", "last", "offset")
 @cache
 def on_hopper() -> dict[str, Case]:
     cases = {name: case for name, case in on_gpu().items() if is_taken(case)}
-    for name, array in (("array", ARRAY), ("forward", FORWARD)):
+    for name, array in (("array", ARRAY), ("varied", VARIED), ("wide", WIDE)):
         rows = enumerate(cover_product(array))
         cases |= {f"{name} {n}.{m}": array_case(row, m) for n, row in rows for m in range(VALUES)}
     return {PREFIX + name: replace(case, grad=case.grad and has_backward(case)) for name, case in cases.items()}
@@ -45,7 +46,11 @@ def on_hopper() -> dict[str, Case]:
 
 def has_backward(case: Case) -> bool:
     """Of its own."""
-    return case.mask is case.cu_q is case.q_lens is case.k_lens is None
+    return is_narrow(case) or case.mask is case.cu_q is case.q_lens is case.k_lens is None
+
+
+def is_narrow(case: Case) -> bool:
+    return max(case.dim, case.v_dim) <= max(config.BACKWARD)
 
 
 def on_hopper_twice() -> frozenset[str]:
@@ -53,9 +58,10 @@ def on_hopper_twice() -> frozenset[str]:
     return frozenset(
         name
         for name, case in on_hopper().items()
-        if name.startswith(f"{PREFIX}array")
+        if name.startswith((f"{PREFIX}array", f"{PREFIX}varied"))
         and name.endswith(".1")
-        and max(case.dim, case.v_dim) <= max(config.BACKWARD)
+        and is_narrow(case)
+        and case.mask is None
     )
 
 

@@ -25,7 +25,7 @@ CALL = (
 PLACE = ("row", "s", "b", "h", "q_start", "q_span", "k_start", "v_start", "call")
 PLAYED = {  # functions that the partitions call, as the Python that they are
     "first_step", "step", "block_at", "tell", "walk_of", "sequence_in", "load_tile", "rows_of_v", "place_of", "extent",
-    "sequence_of", "clamped", "clipped", "live", "way", "visit", "wait_for", "beside",
+    "sequence_of", "clamped", "clipped", "rows_at", "live", "way", "visit", "wait_for", "beside",
 }  # fmt: skip
 
 
@@ -123,6 +123,15 @@ class Pointer:
 
 APART = 1 << 20  # rows of V between sequences, in a descriptor that clips at their ends
 NO_LISTS = (None,) * 5 + (0,) * 8
+
+
+def lists_in(tiles: Any, batch: int, origin: tuple[int, ...], sides: tuple[int, int]) -> tuple[Any, ...]:
+    """A BlockMask's lists as a kernel makes them. sides: where the tiles that have lists begin in the mask, and their
+    partners."""
+    side = tiles.full.shape
+    apart = (side[1] if side[0] > 1 else 0, 1 if side[1] > 1 else 0, *side[2:])
+    pointers = (Pointer(x.flatten().tolist()) for x in tiles)
+    return (*pointers, batch, *apart, origin[0] * apart[0] + origin[1] * apart[1], *sides)
 
 
 class Block:

@@ -93,20 +93,17 @@ def test_what_it_takes(d: int, v_dim: int, band: Band) -> None:
     assert "hopper: chosen\n" in tilewise.explain(problem)
 
 
-def test_what_only_its_forward_takes() -> None:
+def test_sequences_and_block_masks_that_it_takes() -> None:
     pytest.importorskip("triton")
-    seen, q = tilewise.BlockMask.butterfly(200, 200), torch.empty(200, 2, 64, dtype=F16)
-    packed = replace(Problem.of(q, q, q, cu_seqlens_q=torch.tensor([0, 200], dtype=torch.int32))[0], device="sm90")
-    blocks = replace(Problem.of(*[q[None].transpose(1, 2)] * 3, mask=causal & seen)[0], device="sm90")
-    lengths = [replace(problem_of(), **{side: True}) for side in ("q_lens", "k_lens")]
-    for problem, reason in (
-        (packed, "it takes sequences of one length"), (blocks, "it takes no block mask yet"),
-        *((problem, "it takes sequences of one length") for problem in lengths),
-    ):  # fmt: skip
-        assert backend.why_not(problem) is None
-        assert backend.backward_elsewhere(problem) == ("triton", reason)
-        assert f"its backward is triton's: {reason}" in tilewise.explain(problem)
-    assert backend.backward_elsewhere(problem_of()) is None
+    seen = tilewise.BlockMask.butterfly(200, 200)
+    for d, where in ((64, "chosen\n"), (256, "chosen; its backward is triton's: it takes ")):
+        q = torch.empty(200, 2, d, dtype=F16)
+        packed = replace(Problem.of(q, q, q, cu_seqlens_q=torch.tensor([0, 200], dtype=torch.int32))[0], device="sm90")
+        blocks = replace(Problem.of(*[q[None].transpose(1, 2)] * 3, mask=causal & seen)[0], device="sm90")
+        lengths = [replace(problem_of(d), **{side: True}) for side in ("q_lens", "k_lens")]
+        for problem in (packed, blocks, *lengths):
+            assert backend.why_not(problem) is None
+            assert f"hopper: {where}" in tilewise.explain(problem)
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -361,38 +358,19 @@ def test_partitions_hand_on_every_block_and_never_wait_for_ever(seed: int) -> No
 def test_sequences_and_block_masks_played(seed: int) -> None:
     """Sequences of unlike lengths, packed or padded, a BlockMask, an origin: each pair is seen by whom it should be."""
     pytest.importorskip("triton")
-    from hopper_machine import APART, NO_LISTS, Block, Pointer
+    from hopper_machine import APART, NO_LISTS, Block, lists_in
 
     from tilewise.kernels.hopper import host
     from tilewise.kernels.tensors import FAR
 
     r = random.Random(seed)
-    packed, blocks = r.choice((False, True)), r.choice((False, True))
-    q_lens, k_lens = r.choice((False, True)), r.choice((False, True))
-    batch, group = r.choice((1, 2, 3)), r.choice((1, 2))
-    alike = packed and r.random() < 0.5
-    lengths = (0, 1, 33, 64, 65, 127, 128, 129, 200, 300)
-    spans_q = [r.choice(lengths) for _ in range(batch)] if packed else [r.choice(lengths[1:])] * batch
-    spans_k = (
-        spans_q if alike else [r.choice(lengths) for _ in range(batch)] if packed else [r.choice(lengths[1:])] * batch
-    )
-    cu_q, cu_k = ([sum(spans[:n]) for n in range(batch + 1)] for spans in (spans_q, spans_k))
-    q_len, k_len = (cu_q[-1] + 5, cu_k[-1] + r.choice((0, 70))) if packed else (spans_q[0], spans_k[0])
-    used_q, used_k = (
-        [r.randint(0, n) for n in spans] if lens else spans for lens, spans in ((q_lens, spans_q), (k_lens, spans_k))
-    )
-    band = r.choice((
-        FULL, FULL, causal, causal, Band(None, r.randint(-9, 300)), Band(r.randint(0, 300), None),
-        Band(None, 0, "top_left"), Band(r.randint(0, 300), r.randint(-5, 9)), Band(-5, 3),
-    ))  # fmt: skip
-    origin = (1, 1, 128, 256) if blocks and r.random() < 0.3 else (0, 0, 0, 0)
-    problem = problem_of(
-        r.choice((64, 96)), band=band, q_len=max(q_len, 1), k_len=max(k_len, 1), heads=2 * group, kv_heads=2,
-        batch=batch, blocks=blocks, layout=Layout.PACKED if packed else Layout.DENSE, q_lens=q_lens, k_lens=k_lens,
-    )  # fmt: skip
-    varied = packed or q_lens or k_lens
+    drawn = Drawn(r, r.choice((64, 96)))
+    packed, blocks, q_lens, k_lens = drawn.packed, drawn.blocks, drawn.q_lens, drawn.k_lens
+    batch, group, band, origin, problem = drawn.batch, drawn.group, drawn.band, drawn.origin, drawn.problem
+    spans_q, cu_q, cu_k, used_q, used_k = drawn.spans_q, drawn.cu_q, drawn.cu_k, drawn.used_q, drawn.used_k
+    q_len, k_len, mask, varied = drawn.q_len, drawn.k_len, drawn.mask, drawn.varied
     diagonal = origin[2] - origin[3]
-    known = band.align == "top_left" or (not (q_lens or k_lens) and (alike or not packed))
+    known = band.align == "top_left" or (not (q_lens or k_lens) and (drawn.alike or not packed))
     if not varied:
         diagonal += band.offset(q_len, k_len)
     rows = 128 if blocks else r.choice((128, 192))
@@ -400,28 +378,18 @@ def test_sequences_and_block_masks_played(seed: int) -> None:
     options = host.Options.of(problem, cfg, diagonal if known else None, origin)
     tiles = q_len // rows + batch + 1 if packed else -(-q_len // rows)
     total = tiles * problem.heads * (1 if packed else batch)
-    mask = mask_of(r, batch + origin[0], problem.heads + origin[1], origin) if blocks else None
     lists: tuple[Any, ...] = NO_LISTS
     if mask is not None:
-        side = mask.query_major.full.shape
-        apart = (side[1] if side[0] > 1 else 0, 1 if side[1] > 1 else 0, *side[2:])
-        pointers = (Pointer(x.flatten().tolist()) for x in mask.query_major)
-        lists = (*pointers, batch, *apart, origin[0] * apart[0] + origin[1] * apart[1], *origin[2:])
+        lists = lists_in(mask.query_major, batch, origin, origin[2:])
     numbers = {
         "q_len": q_len, "k_len": k_len, "diagonal": diagonal, "left": band.bounds[0], "right": band.bounds[1],
         "heads": problem.heads, "group": group, "tiles": tiles, "together": r.choice((1, 2, 3)), "total": total,
     }  # fmt: skip
-    contents = [
-        cu_q if packed else None,
-        cu_k if packed else None,
-        used_q if q_lens else None,
-        used_k if k_lens else None,
-    ]
     programs, counter, log = min(total, r.choice((1, 2, 3, 99))), [0], []
     for program in range(programs):
         block = Block(
             numbers, options, program, programs, counter, 100 * seed + program,
-            (*(None if x is None else Pointer(x) for x in contents), batch, 0 if packed else APART), lists,
+            (*drawn.contents(), batch, 0 if packed else APART), lists,
         )  # fmt: skip
         block.run()
         log += block.log
@@ -461,18 +429,7 @@ def test_sequences_and_block_masks_played(seed: int) -> None:
         if first >= n or first >= ends[s]:
             continue
         i, j = torch.arange(first, min(first + config.PIECE, n))[:, None], torch.arange(m + 2 * cfg.keys)
-        offset = origin[2] - origin[3] + band.offset(n, m)
-        banded = band.visible(i, j, offset) & (j < m)
-        dense = (
-            None
-            if mask is None
-            else mask.to_dense()[min(origin[0] + s, mask.batch - 1), min(origin[1] + h, mask.heads - 1)]
-        )
-        true = banded.clone()
-        if dense is not None:
-            padded = torch.zeros(2048, 2048, dtype=torch.bool)
-            padded[: dense.shape[0], : dense.shape[1]] = dense
-            true &= padded[origin[2] + i, origin[3] + j]
+        banded, true = drawn.seen(s, h, i, j)
         got = torch.zeros_like(true)
         for (q_b, q_h, row), (k_b, k_h, key), masked, tile, keys in taken[s, h, first]:
             assert q_b == k_b == (0 if packed else s)
@@ -486,6 +443,64 @@ def test_sequences_and_block_masks_played(seed: int) -> None:
             assert not (got[:, here] & part).any()
             got[:, here] |= part
         assert torch.equal(got, true)
+
+
+class Drawn:
+    """Sequences of unlike lengths, packed or padded, a Band, a BlockMask, an origin, by a seed."""
+
+    def __init__(self, r: random.Random, d: int = 64) -> None:
+        self.packed, self.blocks = packed, blocks = r.choice((False, True)), r.choice((False, True))
+        self.q_lens, self.k_lens = q_lens, k_lens = r.choice((False, True)), r.choice((False, True))
+        self.batch, self.group = batch, group = r.choice((1, 2, 3)), r.choice((1, 2))
+        self.alike = packed and r.random() < 0.5
+        self.varied = packed or q_lens or k_lens
+        self.spans_q = spans_q = self.spans(r)
+        self.spans_k = spans_k = spans_q if self.alike else self.spans(r)
+        self.cu_q, self.cu_k = ([sum(spans[:n]) for n in range(batch + 1)] for spans in (spans_q, spans_k))
+        self.q_len = self.cu_q[-1] + 5 if packed else spans_q[0]
+        self.k_len = self.cu_k[-1] + r.choice((0, 70)) if packed else spans_k[0]
+        self.used_q, self.used_k = (
+            [r.randint(0, n) for n in spans] if lens else spans
+            for lens, spans in ((q_lens, spans_q), (k_lens, spans_k))
+        )  # fmt: skip
+        self.band = r.choice((
+            FULL, FULL, causal, causal, Band(None, r.randint(-9, 300)), Band(r.randint(0, 300), None),
+            Band(None, 0, "top_left"), Band(r.randint(0, 300), r.randint(-5, 9)), Band(-5, 3),
+        ))  # fmt: skip
+        self.origin = origin = (1, 1, 128, 256) if blocks and r.random() < 0.3 else (0, 0, 0, 0)
+        self.problem = problem_of(
+            d, band=self.band, q_len=max(self.q_len, 1), k_len=max(self.k_len, 1), heads=2 * group, kv_heads=2,
+            batch=batch, blocks=blocks, layout=Layout.PACKED if packed else Layout.DENSE, q_lens=q_lens, k_lens=k_lens,
+        )  # fmt: skip
+        self.mask = mask_of(r, batch + origin[0], 2 * group + origin[1], origin) if blocks else None
+
+    def spans(self, r: random.Random) -> list[int]:
+        lengths = (0, 1, 33, 64, 65, 127, 128, 129, 200, 300)
+        return [r.choice(lengths) for _ in range(self.batch)] if self.packed else [r.choice(lengths[1:])] * self.batch
+
+    def contents(self) -> list[Any]:
+        """Pointers to cu_seqlens and lengths."""
+        from hopper_machine import Pointer
+
+        given = (
+            (self.packed, self.cu_q),
+            (self.packed, self.cu_k),
+            (self.q_lens, self.used_q),
+            (self.k_lens, self.used_k),
+        )
+        return [Pointer(x) if there else None for there, x in given]
+
+    def seen(self, s: int, h: int, i: torch.Tensor, j: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pairs that sequence s, head h shows: by its Band and its keys' end, and by its BlockMask, too."""
+        n, m, origin = self.used_q[s], self.used_k[s], self.origin
+        banded = self.band.visible(i, j, origin[2] - origin[3] + self.band.offset(n, m)) & (j < m)
+        if self.mask is None:
+            return banded, banded
+        dense = self.mask.to_dense()
+        dense = dense[min(origin[0] + s, self.mask.batch - 1), min(origin[1] + h, self.mask.heads - 1)]
+        padded = torch.zeros(2048, 2048, dtype=torch.bool)
+        padded[: dense.shape[0], : dense.shape[1]] = dense
+        return banded, banded & padded[origin[2] + i, origin[3] + j]
 
 
 def mask_of(r: random.Random, batch: int, heads: int, origin: tuple[int, ...]) -> tilewise.BlockMask:

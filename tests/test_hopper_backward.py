@@ -8,19 +8,21 @@ import os
 import random
 import re
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import product
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from test_hopper import BF16, F16, FULL, KINDS, listing_of, meta, problem_of
+from test_hopper import BF16, F16, FULL, KINDS, Drawn, contents_of, listing_of, meta, problem_of
 
 import tilewise
 from tilewise import Band, Problem, causal, sliding_window
 from tilewise.kernels.hopper import backend, config
 from tilewise.mask import ALIGNS
-from tilewise.problem import Aux
+from tilewise.problem import NOTHING, Aux, Layout
 
 # ---- what it takes ---------------------------------------------------------------------------------------------------
 
@@ -35,6 +37,15 @@ def test_what_it_takes(d: int, v_dim: int, deterministic: bool, band: Band) -> N
     )  # fmt: skip
     assert backend.backward_elsewhere(problem) is None
     assert config.is_split(problem) == (max(d, v_dim) > 128)
+    varied = {"q_lens": True}, {"k_lens": True}, {"q_layout": Layout.PACKED, "k_layout": Layout.PACKED}
+    for options in varied:
+        elsewhere = backend.backward_elsewhere(replace(problem, **options))
+        wide = "triton", "it takes sequences of one length at head sizes over 128"
+        assert elsewhere == (wide if config.is_split(problem) else None)
+    why = {True: "at head sizes over 128", False: "where it is to be deterministic"}[config.is_split(problem)]
+    taken = not config.is_split(problem) and not deterministic
+    elsewhere = backend.backward_elsewhere(replace(problem, mask="blocks"))
+    assert elsewhere == (None if taken else ("triton", f"it takes no block mask {why}"))
 
 
 def test_explain_says_whose_the_backward_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +70,9 @@ def test_rows_fit_the_shared_memory_and_the_registers() -> None:
 # ---- the kernels, compiled -------------------------------------------------------------------------------------------
 
 SOME = [  # the last: deterministic
-    (64, 64, BF16, "causal", False), (64, 64, F16, "full", True), (128, 128, BF16, "full", False),
-    (128, 128, F16, "window", True), (128, 64, BF16, "dressed", False),
+    (64, 64, BF16, "causal", False), (64, 64, F16, "packed", True), (128, 128, BF16, "full", False),
+    (128, 128, F16, "window", True), (128, 64, BF16, "dressed", False), (128, 128, BF16, "packed causal", False),
+    (64, 64, BF16, "blocks", False),
 ]  # fmt: skip
 EVERY = [
     (d, d, dtype, kind, deterministic)
@@ -68,10 +80,12 @@ EVERY = [
     for dtype in (BF16, F16)
     for kind in KINDS
     for deterministic in (False, True)
+    if not (deterministic and KINDS[kind].get("blocks"))
 ]
 # Bytes, by columns and softcap, most of them with Triton 3.9, outside the loop over queries. With 64 columns ptxas of
 # Triton 3.7 and later reloads a few in it, as each does with a softcap.
 SPILLS = {(64, False): 480, (64, True): 2208, (128, False): 176, (128, True): 1184}
+SPILLS_VARIED = 128  # more, where sequences have lengths of their own: of a tile's place, outside it or once a block
 
 
 def recorded(problem: Problem, dlse: bool = False) -> list[Any]:
@@ -87,7 +101,7 @@ def recorded(problem: Problem, dlse: bool = False) -> list[Any]:
     do, q, k, v, o = (torch.empty(shape, dtype=problem.dtype) for shape in shapes)
     lse = torch.zeros(problem.lse_shape)
     with recording() as launches:
-        backward_host.backward(problem, do, lse if dlse else None, q, k, v, o, lse, Aux())
+        backward_host.backward(problem, do, lse if dlse else None, q, k, v, o, lse, contents_of(problem)[0])
     return launches
 
 
@@ -114,7 +128,8 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str, deterministic: bool
         assert len(re.findall(r"STG\.E\.128", listing)) >= 4
     taken = resources(binary)
     wide = config.backward_width(max(d, v_dim))
-    assert taken.spilled <= SPILLS[wide, problem.softcap > 0]
+    varied = problem.q_layout is Layout.PACKED or problem.q_lens or problem.k_lens
+    assert taken.spilled <= SPILLS[wide, problem.softcap > 0] + SPILLS_VARIED * varied
     assert not taken.unwritten, "ptxas left out an instruction"
     bytes_of_tiles = config.backward_shared_bytes(config.BACKWARD[wide], wide)
     assert bytes_of_tiles < taken.shared <= min(bytes_of_tiles + 1024, config.SHARED)
@@ -175,7 +190,7 @@ def test_turns_count_the_tiles_that_add_before(rows: int) -> None:
 # ---- the protocol, played --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", range(80))
 def test_partitions_take_every_pair_once_and_never_wait_for_ever(seed: int) -> None:
     """Of every second seed dQ is added up in one order, by as many programs at once as it draws."""
     pytest.importorskip("triton")
@@ -195,18 +210,12 @@ def test_partitions_take_every_pair_once_and_never_wait_for_ever(seed: int) -> N
     ))  # fmt: skip
     group, batch, wide = r.choice((1, 2, 3)), r.choice((1, 2)), r.choice(list(config.BACKWARD))
     problem = problem_of(wide, band=band, q_len=q_len, k_len=k_len, heads=2 * group, kv_heads=2, batch=batch)
-    options = SimpleNamespace(
-        WIDTH=wide, ROWS=config.BACKWARD[wide].rows, STAGES=r.choice((1, 2, 3)), SOFTCAP=False, ORDERED=ordered,
-        PLACES=r.choice((1, 2)),
-    )  # fmt: skip
+    options = backward_host.Options.of(replace(problem, deterministic=ordered), config.BACKWARD[wide], wide)
+    options = replace(options, STAGES=r.choice((1, 2, 3)), PLACES=r.choice((1, 2)))
     tiles = -(-k_len // config.BACKWARD_KEYS)
-    left, right = band.bounds
-    call = SimpleNamespace(
-        q_len=q_len, k_len=k_len, diagonal=band.offset(q_len, k_len), left=left, right=right, scale=1.0, softcap=0.0,
-        heads=problem.heads, group=group, tiles=tiles, together=r.choice((1, 2, 3)), total=tiles * batch * 2,
-    )  # fmt: skip
+    numbers = backward_host.numbers_of(problem, NOTHING.origin, k_len, config.BACKWARD_KEYS, 2, r.choice((1, 2, 3)))
     device = Device(seed, r.choice((1, 2, 3, 5)) if ordered else 1)
-    blocks = [BackwardBlock(call, options, program, device) for program in range(call.total)]
+    blocks = [BackwardBlock(numbers, options, program, device) for program in range(numbers[backward_host.TOTAL])]
     device.run(blocks)
     log = [entry for block in blocks for entry in block.log]
 
@@ -215,15 +224,17 @@ def test_partitions_take_every_pair_once_and_never_wait_for_ever(seed: int) -> N
         assert sorted(entry[1:] for entry in log if entry[0] == gradient) == firsts
     seen = band.dense(q_len, k_len)
     pairs = [entry[1:] for entry in log if entry[0] == "pair"]
-    taken = Counter((head, j0, i0) for _, head, j0, i0, _ in pairs)
+    taken = Counter((head, j0, i0) for _, head, j0, i0, *_ in pairs)
     assert not taken or max(taken.values()) == 1
     for b, h in [(b, h) for b in range(batch) for h in range(problem.heads)]:
         for i0 in range(0, q_len, 64):
             for j0 in range(0, k_len, 64):
                 assert ((b, h), j0, i0) in taken or not seen[i0 : i0 + 64, j0 : j0 + 64].any()
-    for _, _, j0, i0, masked in pairs:
+    for _, _, j0, i0, masked, *_ in pairs:
         part = seen[i0 : i0 + 64, j0 : j0 + 64]
         assert masked or (part.all() and j0 + 64 <= k_len)
+
+    assert all(row == i0 for kind, _, i0, row, *_ in log if kind == "queries")
 
     # Each consumer sends its share of each block's dQ, once for each tile of keys, and nobody else's.
     padded = -(-q_len // 128) * 128
@@ -241,3 +252,96 @@ def test_partitions_take_every_pair_once_and_never_wait_for_ever(seed: int) -> N
     assert sum(map(len, added.values())) == ordered * sum(sent.values())
     assert all(tiles == sorted(tiles, reverse=True) for tiles in added.values())
     assert backward_host.SHARE[0] * backward_host.SHARE[1] == 4096
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_sequences_and_block_masks_played(seed: int) -> None:
+    """Sequences of unlike lengths, packed or padded, a BlockMask, an origin: each pair is seen by whom it should be."""
+    pytest.importorskip("triton")
+    from hopper_backward_machine import BackwardBlock, Device
+    from hopper_machine import APART, NO_LISTS, lists_in
+
+    from tilewise.kernels.hopper import backward_host
+    from tilewise.kernels.tensors import FAR
+
+    r = random.Random(seed)
+    drawn, wide = Drawn(r), r.choice(list(config.BACKWARD))
+    problem, batch, packed, origin = drawn.problem, drawn.batch, drawn.packed, drawn.origin
+    ordered = not drawn.blocks and r.random() < 0.5
+    problem = replace(problem, deterministic=ordered)
+    lists, part = NO_LISTS, False
+    if drawn.mask is not None:
+        lists = lists_in(drawn.mask.key_major, batch, origin, (origin[3], origin[2]))
+        part = backward_host.is_part(problem, origin, lists[6:10])
+    options = backward_host.Options.of(problem, config.BACKWARD[wide], wide, part)
+    options = replace(options, STAGES=r.choice((1, 2, 3)), PLACES=r.choice((1, 2)))
+    numbers = list(backward_host.numbers_of(problem, origin, drawn.k_len, 128, 2, r.choice((1, 2, 3))))
+    numbers[:2] = drawn.q_len, drawn.k_len
+    lengths = (*drawn.contents(), batch, *(0 if packed else APART for _ in range(4)))
+    device = Device(seed, r.choice((1, 2, 3)) if ordered else 1)
+    blocks = [
+        BackwardBlock(tuple(numbers), options, program, device, lengths, lists)
+        for program in range(numbers[backward_host.TOTAL])
+    ]
+    device.run(blocks)
+    log = [entry for block in blocks for entry in block.log]
+
+    # dK and dV: each row of memory is stored once, that of no sequence too.
+    spans = [*drawn.spans_k, drawn.k_len - drawn.cu_k[-1]] if packed else drawn.spans_k
+    starts = drawn.cu_k if packed else [s * drawn.k_len * 2 for s in range(batch)]
+    rows = [(kv, start + n) for kv in range(2) for start, span in zip(starts, spans, strict=True) for n in range(span)]
+    for gradient in ("dk", "dv"):
+        stored = []
+        for at in (entry[1:] for entry in log if entry[0] == gradient):
+            if options.K_CLIPPED:
+                _, end, kv, row, _ = at
+                stored += [(kv, end + n - FAR) for n in range(row, min(row + 64, FAR))]
+            else:
+                s, kv, first, _ = at
+                stored += [(kv, starts[s] + n) for n in range(first, min(first + 64, drawn.k_len))]
+        assert sorted(stored) == sorted(rows)
+
+    # Statistics are those of the queries, which end where their sequence does.
+    start_q, start_k = (drawn.cu_q, drawn.cu_k) if packed else ([0] * batch, [0] * batch)
+    before = [start // 128 * 128 + 128 * s if packed else 0 for s, start in enumerate(start_q)]
+    for _, (s, _), i0, row, end in (entry for entry in log if entry[0] == "queries"):
+        assert row - before[s] == i0 - start_q[s]
+        assert end == (start_q[s] + drawn.used_q[s] if options.Q_CLIPPED else None)
+
+    # Each pair of a sequence is seen once, by whom it should be.
+    taken: dict[Any, dict[Any, Any]] = defaultdict(dict)
+    for _, _, head, j0, i0, masked, tile, first, own in (entry for entry in log if entry[0] == "pair"):
+        assert (first, own) == (j0 - start_k[head[0]], i0 - start_q[head[0]])
+        assert (first, own) not in taken[head]
+        taken[head][first, own] = masked, tile
+    for s, h in ((s, h) for s in range(batch) for h in range(problem.heads)):
+        n, m = drawn.used_q[s], drawn.used_k[s]
+        i, j = torch.arange(n)[:, None], torch.arange(m + 128)
+        banded, true = drawn.seen(s, h, i, j)
+        got = torch.zeros_like(true)
+        for (j0, i0), (masked, tile) in taken[s, h].items():
+            here = slice(i0, i0 + 64), slice(j0, j0 + 64)
+            part = banded[here] if masked else torch.ones_like(banded[here])
+            if tile >= 0:
+                turned = torch.from_numpy(np.unpackbits(drawn.mask.turned[tile].numpy(), axis=1, bitorder="little"))
+                part = part & turned.bool()[(origin[3] + j[here[1]]) % 128, (origin[2] + i[here[0]]) % 128]
+            assert not got[here].any()
+            got[here] = part
+        assert torch.equal(got, true)
+
+    # Shares of dQ are of the block's rows; in one order the last of a sequence's tiles comes first.
+    padded = (drawn.q_len // 128 + batch + 1 if packed else -(-drawn.q_len // 128)) * 128
+    for _, consumer, (s, h), _, i0, share in (entry for entry in log if entry[0] == "dq"):
+        head, rest = divmod(share, padded * wide // 4096)
+        assert head == (0 if packed else s) * problem.heads + h
+        assert divmod(rest, 2) == ((before[s] + i0 - start_q[s]) // options.ROWS, consumer)
+    sent = Counter((head, j0, i0) for kind, _, head, j0, i0, *_ in log if kind == "dq")
+    of_tiles = {
+        (head, start_k[head[0]] + j0 // 128 * 128, start_q[head[0]] + i0 // options.ROWS * options.ROWS)
+        for head, pairs in taken.items() for j0, i0 in pairs
+    }  # fmt: skip
+    assert set(sent) == of_tiles
+    assert set(sent.values()) <= {2}
+    added = [[j0 for _, _, j0, _ in adds] for adds in device.order.values()]
+    assert sum(map(len, added)) == ordered * sum(sent.values())
+    assert all(tiles == sorted(tiles, reverse=True) for tiles in added)

@@ -14,6 +14,7 @@ from where import DEVICE, REHEARSAL, WHY_NOT_HOPPER, backend_of
 
 import tilewise
 from tilewise import Band, causal
+from tilewise.kernels.triton import backend as triton_backend
 from tilewise.problem import _checked
 
 pytestmark = pytest.mark.skipif(WHY_NOT_HOPPER is not None, reason=str(WHY_NOT_HOPPER))
@@ -221,6 +222,30 @@ OPTIONS: dict[str, dict[str, Any]] = {  # by name: head size, Band, and which le
 }  # fmt: skip
 
 
+@pytest.fixture
+def own_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No backward is Triton's."""
+
+    def fail(*_: Any) -> None:
+        pytest.fail("it went to Triton")
+
+    monkeypatch.setattr(triton_backend, "backward", fail)
+
+
+def gradients(call: Callable[..., Result], tensors: list[Tensor], do: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """dq, dk, dv."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    return torch.autograd.grad(call(*leaves, **options)[0], leaves, do)
+
+
+def assert_same_gradients(a: tuple[Tensor, ...], b: tuple[Tensor, ...], ordered: bool = False) -> None:
+    """Bit for bit, and dQ within what the order of its sum may do."""
+    assert all(x.isfinite().all() for x in a)
+    for x, y in zip(a[not ordered :], b[not ordered :], strict=True):
+        assert torch.equal(x, y), f"{(x != y).sum().item()} of {x.numel()} differ"
+    torch.testing.assert_close(a[0], b[0], rtol=2e-2, atol=2e-3)
+
+
 def ends_of(spans: Any) -> Tensor:
     return torch.tensor([0, *spans], device=DEVICE).cumsum(0).to(torch.int32)
 
@@ -231,7 +256,7 @@ def packed(name: str, tokens: int = sum(SPANS) + 7) -> tuple[list[Tensor], Calla
     make = torch.Generator(device=DEVICE).manual_seed(d)
     tensors = [torch.randn(tokens, heads, d, generator=make, device=DEVICE).to(BF16) for heads in (4, 2, 2)]
 
-    def call(*tensors: Tensor, spans: Any = SPANS, cu: Tensor | None = None) -> Result:
+    def call(*tensors: Tensor, spans: Any = SPANS, cu: Tensor | None = None, deterministic: bool = False) -> Result:
         used = {f"{side}_lens": torch.tensor([n * 2 // 3 for n in spans], device=DEVICE).int() for side in "qk" if lens}
         return tilewise.attention_packed(
             *tensors,
@@ -239,6 +264,7 @@ def packed(name: str, tokens: int = sum(SPANS) + 7) -> tuple[list[Tensor], Calla
             mask=band,
             return_lse=True,
             backend=backend_of(PREFIX),
+            deterministic=deterministic,
             **used,
         )
 
@@ -300,6 +326,73 @@ def test_nan_beyond_a_length_changes_no_bit(name: str) -> None:
     assert_same((o[:1], lse[:1]), call(*(x[:1] for x in tensors)))
     assert not o[1, :, length // 3 :].any()
     assert (lse[2] == -torch.inf).all()
+
+
+NARROW = [name for name, options in OPTIONS.items() if options["d"] <= 128]  # whose backward is this backend's
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", NARROW)
+def test_gradients_of_packed_sequences_do_not_see_each_other(
+    name: str, deterministic: bool, own_backward: None
+) -> None:
+    """Each sequence's are those that it has while all others are NaN; tokens of none have 0."""
+    tensors, call = packed(name)
+    do = torch.randn_like(tensors[0])
+    grads = gradients(call, tensors, do, deterministic=deterministic)
+    assert not any(x[sum(SPANS) :].any() for x in grads)
+    for a, b in pairwise(ends_of(SPANS).tolist()):
+        spoilt = [torch.full_like(x, torch.nan) for x in (*tensors, do)]
+        for x, y in zip(spoilt, (*tensors, do), strict=True):
+            x[a:b] = y[a:b]
+        found = gradients(call, spoilt[:3], spoilt[3], deterministic=deterministic)
+        assert_same_gradients(tuple(x[a:b] for x in found), tuple(x[a:b] for x in grads), deterministic)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["64", "128 causal"])
+def test_nan_beyond_a_length_changes_no_bit_of_a_gradient(name: str, deterministic: bool, own_backward: None) -> None:
+    tensors, _ = inputs(name)
+    length = tensors[0].shape[2]
+    lens = torch.tensor([length, length // 3, 0], device=DEVICE, dtype=torch.int32)
+    spoilt = [x.clone() for x in (*tensors, torch.randn_like(tensors[0]))]
+    clean = [x.clone() for x in spoilt]
+    for x in spoilt:
+        for b, n in enumerate(lens.tolist()):
+            x[b, :, n:] = torch.nan
+
+    def with_lengths(*tensors: Tensor) -> Result:
+        return tilewise.attention(
+            *tensors, mask=CALLS[name][2], return_lse=True, backend=backend_of(PREFIX), q_lens=lens, k_lens=lens,
+            deterministic=deterministic,
+        )  # fmt: skip
+
+    expected = gradients(with_lengths, clean[:3], clean[3])
+    assert_same_gradients(gradients(with_lengths, spoilt[:3], spoilt[3]), expected, deterministic)
+    assert not any(x[1, :, length // 3 :].any() or x[2].any() for x in expected)
+
+
+@pytest.mark.parametrize("name", ["64", "128"])
+def test_gradients_of_packed_sequences_and_block_masks_repeat_bit_for_bit(
+    name: str, cuda: None, own_backward: None
+) -> None:
+    """dQ too, where it is to be deterministic."""
+    tensors, call = inputs(name)
+    blocks, do = blocks_of(tensors[0].shape[2]), torch.randn_like(tensors[0])
+    packed_tensors, packed_call = packed("64 causal" if name == "64" else "128 causal")
+    packed_do = torch.randn_like(packed_tensors[0])
+
+    def found() -> tuple[Tensor, ...]:
+        return (
+            *gradients(call, tensors, do, mask=blocks)[1:], *gradients(packed_call, packed_tensors, packed_do)[1:],
+            *gradients(packed_call, packed_tensors, packed_do, deterministic=True),
+        )  # fmt: skip
+
+    expected, unlike = found(), torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for _ in range(REPEATS // 4):
+        for x, y in zip(found(), expected, strict=True):
+            unlike += (x != y).sum()
+    assert unlike.item() == 0
 
 
 def blocks_of(length: int) -> tilewise.BlockMask:

@@ -58,10 +58,14 @@ def backward(
 @lru_cache(maxsize=512)
 def backward_elsewhere(problem: Problem) -> tuple[str, str] | None:
     """None, or whose the backward of a problem that this backend takes is, and why."""
-    if problem.q_layout is Layout.PACKED or problem.q_lens or problem.k_lens:
-        return "triton", "it takes sequences of one length"
-    if problem.mask == "blocks":
-        return "triton", "it takes no block mask yet"
+    varied = problem.q_layout is Layout.PACKED or problem.q_lens or problem.k_lens
+    if config.is_split(problem):
+        if varied:
+            return "triton", f"it takes sequences of one length at head sizes over {max(config.BACKWARD)}"
+        if problem.mask == "blocks":
+            return "triton", f"it takes no block mask at head sizes over {max(config.BACKWARD)}"
+    if problem.mask == "blocks" and problem.deterministic:
+        return "triton", "it takes no block mask where it is to be deterministic"
     if 0 in (*problem.o_shape, *problem.k_shape):  # TMA knows no empty tensors
         return "triton", "there is nothing to add up"
     return None

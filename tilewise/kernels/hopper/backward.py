@@ -12,6 +12,9 @@ makes half of dQ's block, which a warp beside it (`adder`) has TMA add to an fp3
 accumulator's elements lie there as they lie in registers, so that nothing is moved between threads on the way. Programs add
 in whatever order they come by; ORDERED, they take turns at it, and dQ has the same bits each time, too.
 
+Sequences that have lengths of their own: statistics and the accumulator have 128 rows or a multiple for each, so that a
+packed one begins at row 128 (cu_q[s] // 128 + s) of them; behind its last row P is 0 there.
+
 Source: FlashAttention-3 (Shah et al., 2024), section 3 and appendix B.1.
 """
 
@@ -24,6 +27,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ... import mask as arithmetic
+from ..triton import steps as triton_steps
 from .pipeline import (
     Ring,
     aggregate,
@@ -32,16 +36,21 @@ from .pipeline import (
     end_turn,
     matrix,
     meet,
+    number,
+    put,
     ring_of,
+    stacked,
     store_by_tma,
     tma_add,
     tma_load,
+    uniform,
     wait_for_stores,
 )  # fmt: skip
-from .steps import INF, LN2, numbers, tanh
-from .walk import PIECE, Call, key_range, tile_of
+from .steps import INF, LN2, bits_mask, numbers, tanh
+from .walk import PIECE, Call, extent, key_range, rows_at, sequence_of, tile_of, visit, way
 
 KEYS = gl.constexpr(128)  # of a program: a piece for each consumer
+PAD = tl.constexpr(128)  # rows: what a sequence's statistics and dQ are a multiple of
 
 query_range = gluon.jit(arithmetic.query_range)
 mask_free_queries = gluon.jit(arithmetic.mask_free_queries)
@@ -52,7 +61,9 @@ class Rings:
     """What the producer hands the consumers. Items 0 and 1 of k and v are the consumers' pieces; they stay.
 
     An item of q is a block of queries: Q, and in the same place of the other two dO and (-L, -delta). Of dq, which goes from
-    the consumers to their adders, item 2 n + c is consumer c's share of block n's.
+    the consumers to their adders, item 2 n + c is consumer c's share of block n's. With a BlockMask the producer alone knows
+    which block comes: the same item of blocks tells consumers and adders (its first share of dQ, its number, its bit tile's
+    place in the pool, or -1), and after the last one (-1, 0, 0).
     """
 
     k: Ring
@@ -61,31 +72,91 @@ class Rings:
     dq: Ring
     do: gl.shared_memory_descriptor  # (STAGES, 1, 1, ROWS, WIDTH)
     statistics: gl.shared_memory_descriptor  # (STAGES, 2, 1, ROWS)
+    blocks: Ring
     BYTES: gl.constexpr  # of an item
 
     @gluon.constexpr_function
-    def __init__(self, k, v, q, dq, do, statistics, BYTES):
+    def __init__(self, k, v, q, dq, do, statistics, blocks, BYTES):
         self.k = k
         self.v = v
         self.q = q
         self.dq = dq
         self.do = do
         self.statistics = statistics
+        self.blocks = blocks
         self.BYTES = gl.constexpr(BYTES)
 
 
+@aggregate
+class Place:
+    """Where a program's tile of keys is, and the call as its sequence has it."""
+
+    first: gl.tensor  # of its sequence's keys; one behind its end where a program has no tile
+    s: gl.tensor  # the sequence
+    b: gl.tensor  # that, or 0 of a packed one: where in Q, K and dK it is
+    kv: gl.tensor
+    before: gl.tensor  # blocks of queries that statistics and dQ have before the sequence's
+    q_start: gl.tensor  # its first row in descriptors that clip at its end
+    do_start: gl.tensor
+    k_start: gl.tensor
+    v_start: gl.tensor
+    dk_start: gl.tensor
+    k_span: gl.tensor  # keys it has in memory
+    call: Call
+
+    @gluon.constexpr_function
+    def __init__(self, first, s, b, kv, before, q_start, do_start, k_start, v_start, dk_start, k_span, call):
+        self.first = first
+        self.s = s
+        self.b = b
+        self.kv = kv
+        self.before = before
+        self.q_start = q_start
+        self.do_start = do_start
+        self.k_start = k_start
+        self.v_start = v_start
+        self.dk_start = dk_start
+        self.k_span = k_span
+        self.call = call
+
+
 @gluon.jit
-def which_keys(call, O: gl.constexpr):
-    """(first key, sequence, key/value head) of this program. Long tiles come first: a causal mask's first ones.
+def place_of_keys(call, lengths, O: gl.constexpr):
+    """The Place of this program. Long tiles come first: a causal mask's first ones.
 
     Ordered, the last tiles of a head do. Tiles wait for later ones (`turn_of`), and never for a program behind their own: of
     those at work the first waits for none. That blocks start in ascending order is what CUB's scan relies on as well.
+    More packed tiles are counted than there are: behind its sequence's end one sees no query, and stores nothing.
     """
+    cu_q, cu_k, q_lens, k_lens, batch, q_apart, do_apart, k_apart, v_apart = lengths
     tile, bh = tile_of(gl.program_id(0), call.tiles, call.together, call.total // call.tiles)
     kv_heads = call.heads // call.group
     if not O.ORDERED:
         tile = call.tiles - 1 - tile
-    return tile * KEYS, bh // kv_heads, bh % kv_heads
+    first = tile * KEYS
+    b = bh // kv_heads
+    kv = bh % kv_heads
+    if O.VARIED:
+        s = b
+        if O.PACKED:
+            s, tile = sequence_of(tile, batch, call.k_len, cu_k, KEYS)
+        q_start, _, q_len = extent(s, batch, call.q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
+        k_start, k_span, k_len = extent(s, batch, call.k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
+        before = s * 0
+        dk_start = k_start
+        if O.PACKED:
+            before = (q_start // KEYS + s) * (KEYS // O.ROWS)
+        else:
+            dk_start = s * (call.k_len * kv_heads)
+        first = uniform(gl.where(tile < 0, k_span, tile * KEYS))
+        own = call.with_lengths(uniform(q_len), uniform(k_len), O)
+        return Place(
+            first, s, b, kv, before, s * q_apart + q_start, s * do_apart + q_start, s * k_apart + k_start,
+            s * v_apart + k_start, dk_start, k_span, own,
+        )  # fmt: skip
+    else:
+        none = b * 0
+        return Place(first, b, b, kv, none, none, none, none, none, none, call.k_len, call)
 
 
 @gluon.jit
@@ -109,23 +180,53 @@ def free_queries(first, call):
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, do_desc, statistics_desc, rings, call, O: gl.constexpr):
-    """One warp: the tile's K and V, then block after block of each query head."""
-    first, b, kv = which_keys(call, O)
+def producer(q_desc, k_desc, v_desc, do_desc, statistics_desc, lengths, lists, rings, call, O: gl.constexpr):
+    """One warp: the tile's K and V, then block after block of each query head.
+
+    Behind a sequence's end all of them have zeros, whatever is there: 0 * NaN is not 0.
+    """
+    place = place_of_keys(call, lengths, O)
+    own = place.call
     for c in gl.static_range(2):
-        rings.k.load(c, k_desc, [b, kv, first + PIECE * c, 0])
-        rings.v.load(c, v_desc, [b, kv, first + PIECE * c, 0])
-    lo, hi = query_blocks(first, call, O.ROWS)
+        at = place.first + PIECE * c
+        rings.k.load(c, k_desc, rows_at(place.b, place.kv, at, place.k_start, own.k_len, O.K_CLIPPED))
+        rings.v.load(c, v_desc, rows_at(place.b, place.kv, at, place.v_start, own.k_len, O.K_CLIPPED))
+    lo, hi = query_blocks(place.first, own, O.ROWS)
     n = 0  # blocks loaded
     for member in range(call.group):
-        h = kv * call.group + member
-        for block in range(lo, hi):
-            full = rings.q.expect(n, rings.BYTES)
-            at = n % O.STAGES
-            tma_load(q_desc, [b, h, block * O.ROWS, 0], full, rings.q.buffers.index(at))
-            tma_load(statistics_desc, [0, b * call.heads + h, block * O.ROWS], full, rings.statistics.index(at))
-            tma_load(do_desc, [b, h, block * O.ROWS, 0], full, rings.do.index(at))
-            n += 1
+        h = place.kv * call.group + member
+        if O.BLOCKS:
+            head_share = shares_before(place, member, shares_of_head(call, lengths, O), call, 0)
+            blocks = way(lists, place.s, h, place.first // KEYS, lo * O.ROWS, hi * O.ROWS, O.ROWS, O.CUT)
+            for j in range(blocks[0]):
+                i0, bits = visit(blocks, j, lists, 0, O.ROWS)
+                block = i0 // O.ROWS
+                put(rings.blocks.acquire(n), 0, (head_share + 2 * block, block, bits))
+                rings.blocks.commit(n)
+                load_queries(q_desc, do_desc, statistics_desc, n, h, block, place, rings, O)
+                n += 1
+        else:
+            for block in range(lo, hi):
+                load_queries(q_desc, do_desc, statistics_desc, n, h, block, place, rings, O)
+                n += 1
+    if O.BLOCKS:
+        put(rings.blocks.acquire(n), 0, (-1, 0, 0))
+        rings.blocks.commit(n)
+
+
+@gluon.jit
+def load_queries(q_desc, do_desc, statistics_desc, n, h, block, place, rings, O: gl.constexpr):
+    """Item n of rings.q: a block of head h's queries."""
+    own = place.call
+    full = rings.q.expect(n, rings.BYTES)
+    at = n % O.STAGES
+    i0 = block * O.ROWS
+    q_at = rows_at(place.b, h, i0, place.q_start, own.q_len, O.Q_CLIPPED)
+    do_at = rows_at(place.b, h, i0, place.do_start, own.q_len, O.Q_CLIPPED)
+    tma_load(q_desc, q_at, full, rings.q.buffers.index(at))
+    padded = [0, place.b * own.heads + h, (place.before + block) * O.ROWS]
+    tma_load(statistics_desc, padded, full, rings.statistics.index(at))
+    tma_load(do_desc, do_at, full, rings.do.index(at))
 
 
 # ---- steps; tiles of scores are (keys, queries) ----------------------------------------------------------------------
@@ -169,7 +270,8 @@ def begin_with(row):
 
 
 @gluon.jit
-def score_gradient(S, dP, L, first, i0, masked, IN_FLIGHT: gl.constexpr, dtype: gl.constexpr, call, O: gl.constexpr):
+def score_gradient(S, dP, L, first, i0, masked, tile, bits, IN_FLIGHT: gl.constexpr, dtype: gl.constexpr, call,
+                   C: gl.constexpr, O: gl.constexpr):  # fmt: skip
     """(P, dS) of the scores and dP, of which IN_FLIGHT wgmmas are younger than S, and one less than dP."""
     S = warpgroup_mma_wait(IN_FLIGHT, [S])
     if O.SOFTCAP:
@@ -177,6 +279,8 @@ def score_gradient(S, dP, L, first, i0, masked, IN_FLIGHT: gl.constexpr, dtype: 
         S = capped * call.softcap + L[None, :]
     if O.MASKED and masked:
         S = mask(S, first, i0, call, O)
+    if O.BLOCKS and tile >= 0:
+        S = bits_mask(S, bits, tile, i0, C)
     P = gl.exp2(S if O.SOFTCAP else S * call.scale)
     rounded = computed(P.to(dtype))
     if O.SOFTCAP:
@@ -214,6 +318,33 @@ def put_share(dq, buffer):
     fence_async_shared()
 
 
+@gluon.jit
+def shares_of_head(call, lengths, O: gl.constexpr):
+    """How many shares a head's dQ has."""
+    SHARES: gl.constexpr = O.WIDTH // PIECE  # of 64 queries' dQ
+    tiles = (call.q_len + KEYS - 1) // KEYS
+    if O.PACKED:
+        tiles = call.q_len // KEYS + lengths[4] + 1
+    return tiles * (KEYS // PIECE * SHARES)
+
+
+@gluon.jit
+def shares_before(place, member, a_head, call, C: gl.constexpr):
+    """Where consumer C's first share of the sequence's queries is in dQ, of a head of the group; those of blocks are 2 apart."""
+    return (place.b * call.heads + place.kv * call.group + member) * a_head + C + 2 * place.before
+
+
+@gluon.jit
+def block_told(n, rings):
+    """(First share of dQ, number, its bit tile's place or -1) of block n."""
+    told = rings.blocks.wait(n)
+    share = number(told, 0)
+    block = number(told, 1)
+    tile = number(told, 2)
+    rings.blocks.release(n)
+    return share, block, tile
+
+
 # ---- the adders ------------------------------------------------------------------------------------------------------
 
 
@@ -230,37 +361,52 @@ def turn_of(first, block, call, O: gl.constexpr):
 
 
 @gluon.jit
-def adder(dq_desc, turns, rings, call, C: gl.constexpr, O: gl.constexpr):
+def adder(dq_desc, turns, lengths, rings, call, C: gl.constexpr, O: gl.constexpr):
     """One warp: adds consumer C's shares to the accumulator; ordered, each when its turn has come.
 
     turns: how many adds each share has in memory. A turn ends when its sum is there, for the next may be of another SM.
     """
-    SHARES: gl.constexpr = O.WIDTH // PIECE  # of 64 queries' dQ
-    first, b, kv = which_keys(call, O)
-    lo, hi = query_blocks(first, call, O.ROWS)
-    a_head = (call.q_len + KEYS - 1) // KEYS * (KEYS // PIECE * SHARES)
-    n = 0  # blocks added
-    for member in range(call.group):
-        head_share = (b * call.heads + kv * call.group + member) * a_head + C
-        for block in range(lo, hi):
-            share = head_share + 2 * block
-            if O.ORDERED:
-                await_turn(turns + share, turn_of(first, block, call, O))  # mostly it has come before the share
-            buffer = rings.dq.wait(2 * n + C)
-            tma_add(dq_desc, [share * buffer.shape[0], 0], buffer)
-            wait_for_stores()
-            rings.dq.release(2 * n + C)
-            if O.ORDERED:
-                end_turn(turns + share)
+    if O.BLOCKS:
+        n = 0  # blocks added
+        share, _, _ = block_told(n, rings)
+        while share >= 0:
+            add_share(dq_desc, n, share + C, rings, C)
             n += 1
+            share, _, _ = block_told(n, rings)
+    else:
+        place = place_of_keys(call, lengths, O)
+        lo, hi = query_blocks(place.first, place.call, O.ROWS)
+        a_head = shares_of_head(call, lengths, O)
+        n = 0
+        for member in range(call.group):
+            head_share = shares_before(place, member, a_head, call, C)
+            for block in range(lo, hi):
+                share = head_share + 2 * block
+                if O.ORDERED:
+                    await_turn(
+                        turns + share, turn_of(place.first, block, place.call, O)
+                    )  # mostly it has come before the share
+                add_share(dq_desc, n, share, rings, C)
+                if O.ORDERED:
+                    end_turn(turns + share)
+                n += 1
+
+
+@gluon.jit
+def add_share(dq_desc, n, share, rings, C: gl.constexpr):
+    """Add consumer C's share of block n to the accumulator."""
+    buffer = rings.dq.wait(2 * n + C)
+    tma_add(dq_desc, [share * buffer.shape[0], 0], buffer)
+    wait_for_stores()
+    rings.dq.release(2 * n + C)
 
 
 # ---- the consumers ---------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def step(dk, dv, n, first, i0, free_lo, free_hi, rings, ds_buffers, call, C: gl.constexpr, O: gl.constexpr):
-    """(dK, dV) with block n of the queries taken in, and its dQ sent off.
+def step(dk, dv, n, first, i0, free_lo, free_hi, tile, bits, rings, ds_buffers, call, C: gl.constexpr, O: gl.constexpr):
+    """(dK, dV) with block n of the queries taken in, and its dQ sent off. tile: its bits' place in the pool, or -1.
 
     Of 128 queries both halves' S and dP are in flight from the start: the tensor cores have the second's to do during the
     first's exponentials, and dV and dK of the first during the second's.
@@ -295,7 +441,7 @@ def step(dk, dv, n, first, i0, free_lo, free_hi, rings, ds_buffers, call, C: gl.
         dP2 = warpgroup_mma(v, do2.permute([1, 0]), dP2, is_async=True)
 
     masked = (i0 < free_lo) | (i0 + PIECE > free_hi)
-    P, dS = score_gradient(S, dP, L, first, i0, masked, IN_FLIGHT, dtype, call, O)
+    P, dS = score_gradient(S, dP, L, first, i0, masked, tile, bits, IN_FLIGHT, dtype, call, C, O)
     own_dS.slice(0, PIECE, dim=1).store(dS)
     P = gl.convert_layout(P, operand)
     dS = gl.convert_layout(dS, operand)
@@ -303,7 +449,7 @@ def step(dk, dv, n, first, i0, free_lo, free_hi, rings, ds_buffers, call, C: gl.
     if TWO:
         dk = warpgroup_mma(dS, q, dk, is_async=True)
         masked = (i0 + PIECE < free_lo) | (i0 + 2 * PIECE > free_hi)
-        P2, dS2 = score_gradient(S2, dP2, L2, first, i0 + PIECE, masked, IN_FLIGHT, dtype, call, O)
+        P2, dS2 = score_gradient(S2, dP2, L2, first, i0 + PIECE, masked, tile, bits, IN_FLIGHT, dtype, call, C, O)
         own_dS.slice(PIECE, PIECE, dim=1).store(dS2)
         P2 = gl.convert_layout(P2, operand)
         dS2 = gl.convert_layout(dS2, operand)
@@ -327,100 +473,151 @@ def step(dk, dv, n, first, i0, free_lo, free_hi, rings, ds_buffers, call, C: gl.
 
 
 @gluon.jit
-def consumer(dk_desc, dv_desc, ds_buffers, rings, call, C: gl.constexpr, O: gl.constexpr):
-    """One warpgroup: keys [64 C, 64 C + 64) of the tile, and a half of each block's dQ."""
+def consumer(dk_desc, dv_desc, ds_buffers, bits, lengths, rings, call, C: gl.constexpr, O: gl.constexpr):
+    """One warpgroup: keys [64 C, 64 C + 64) of the tile, and a half of each block's dQ. bits: a BlockMask's pool by keys."""
     dtype: gl.constexpr = rings.q.buffers.dtype
     WIDTH: gl.constexpr = O.WIDTH
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.WIDTH, 16])
-    tile, b, kv = which_keys(call, O)
-    first = tile + PIECE * C
-    lo, hi = query_blocks(tile, call, O.ROWS)
-    free_lo, free_hi = free_queries(first, call)
+    place = place_of_keys(call, lengths, O)
+    own = place.call
+    first = place.first + PIECE * C
+    lo, hi = query_blocks(place.first, own, O.ROWS)
+    free_lo, free_hi = free_queries(first, own)
     dk = gl.zeros([PIECE, WIDTH], gl.float32, layout)
     dv = gl.zeros([PIECE, WIDTH], gl.float32, layout)
     for c in gl.static_range(2):
         rings.k.wait(c)
     rings.v.wait(C)
     n = 0  # blocks taken
-    for _ in range(call.group):
-        for block in range(lo, hi):
-            dk, dv = step(dk, dv, n, first, block * O.ROWS, free_lo, free_hi, rings, ds_buffers, call, C, O)
+    if O.BLOCKS:
+        share, block, tile = block_told(n, rings)
+        while share >= 0:
+            dk, dv = step(dk, dv, n, first, block * O.ROWS, free_lo, free_hi, tile, bits, rings, ds_buffers, own, C, O)
             n += 1
-    store_by_tma(dv.to(dtype), rings.v.buffers.index(C), dv_desc, [b, kv, first, 0])
+            share, block, tile = block_told(n, rings)
+    else:
+        for _ in range(call.group):
+            for block in range(lo, hi):
+                dk, dv = step(
+                    dk, dv, n, first, block * O.ROWS, free_lo, free_hi, -1, bits, rings, ds_buffers, own, C, O
+                )
+                n += 1
+    at = rows_at(place.b, place.kv, first, place.dk_start, place.k_span, O.K_CLIPPED)
+    store_by_tma(dv.to(dtype), rings.v.buffers.index(C), dv_desc, at)
     meet()  # both have read K
-    store_by_tma((dk * (call.scale * LN2)).to(dtype), rings.k.buffers.index(C), dk_desc, [b, kv, first, 0])
+    store_by_tma((dk * (call.scale * LN2)).to(dtype), rings.k.buffers.index(C), dk_desc, at)
     wait_for_stores()
 
 
 @gluon.jit(
     do_not_specialize=[
         "q_len", "k_len", "diagonal", "left", "right", "scale", "softcap", "heads", "group", "tiles", "together", "total",
+        "batch", "q_apart", "do_apart", "k_apart", "v_apart", "blocks_b", "blocks_h", "blocks_n", "blocks_m", "base", "j0",
+        "i0",
     ]
 )  # fmt: skip
 def backward_kernel(
-    dk, dv, dq, q, k, v, do, statistics, turns,
-    q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total, O: gl.constexpr,
+    dk, dv, dq, q, k, v, do, statistics, turns, cu_q, cu_k, q_lens, k_lens, full_count, full, mixed_count, mixed,
+    mixed_bits, bits,
+    q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total, batch, q_apart, do_apart,
+    k_apart, v_apart, blocks_b, blocks_h, blocks_n, blocks_m, base, j0, i0, O: gl.constexpr,
 ):  # fmt: skip
     """TMA descriptors: dk, dv, k, v (B, Hkv, Sk, D) in blocks of 64 rows, q and do (B, Hq, Sq, D) of ROWS;
     statistics (2, B Hq, Sq) fp32, -L and -delta; dq (shares of dQ * 16, 256) fp32, in blocks of a share.
     turns: an int32 0 of each share, or None.
+
+    Packed: all of (1, H, T, D) and statistics (2, Hq, rows). Those of queries are `tensors.ragged` there and with q_lens, those
+    of keys there and with k_lens; q_apart ...: how many rows their sequences are apart. full_count ... bits: a BlockMask's
+    key-major lists and its pool turned, or None; blocks_*, base: as in the forward.
     """
-    q_buffers = gl.allocate_shared_memory(q.dtype, [O.STAGES, 1, 1, O.ROWS, O.WIDTH], q.layout)
-    do_buffers = gl.allocate_shared_memory(q.dtype, [O.STAGES, 1, 1, O.ROWS, O.WIDTH], do.layout)
+    q_buffers = gl.allocate_shared_memory(q.dtype, stacked(O.STAGES, q.block_shape), q.layout)
+    do_buffers = gl.allocate_shared_memory(q.dtype, stacked(O.STAGES, do.block_shape), do.layout)
     of_rows = gl.allocate_shared_memory(gl.float32, [O.STAGES, 2, 1, O.ROWS], statistics.layout)
-    k_buffers = gl.allocate_shared_memory(q.dtype, [2, 1, 1, PIECE, O.WIDTH], k.layout)
-    v_buffers = gl.allocate_shared_memory(q.dtype, [2, 1, 1, PIECE, O.WIDTH], v.layout)
+    k_buffers = gl.allocate_shared_memory(q.dtype, stacked(2, k.block_shape), k.layout)
+    v_buffers = gl.allocate_shared_memory(q.dtype, stacked(2, v.block_shape), v.layout)
     dS_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PIECE, O.ROWS], q.dtype)
     ds_buffers = gl.allocate_shared_memory(q.dtype, [4, PIECE, O.ROWS], dS_layout)  # two of each consumer
     dq_buffers = gl.allocate_shared_memory(gl.float32, [2 * O.PLACES, PIECE * PIECE // 256, 256], dq.layout)
     BYTES: gl.constexpr = 2 * O.ROWS * (2 * O.WIDTH + 4)
-    rings = Rings(
-        ring_of(k_buffers, 2), ring_of(v_buffers, 1), ring_of(q_buffers, 2), ring_of(dq_buffers, 1), do_buffers, of_rows,
-        BYTES,
-    )  # fmt: skip
+    k_ring = ring_of(k_buffers, 2)
+    v_ring = ring_of(v_buffers, 1)
+    q_ring = ring_of(q_buffers, 2)
+    dq_ring = ring_of(dq_buffers, 1)
+    block_ring = q_ring
+    if O.BLOCKS:
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        block_ring = ring_of(gl.allocate_shared_memory(gl.int32, [4, 4], plain), 4)
+    rings = Rings(k_ring, v_ring, q_ring, dq_ring, do_buffers, of_rows, block_ring, BYTES)
     fence_async_shared()
     call = Call(q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total)
+    lengths = (cu_q, cu_k, q_lens, k_lens, batch, q_apart, do_apart, k_apart, v_apart)
+    lists = (
+        full_count, full, mixed_count, mixed, mixed_bits, batch, blocks_b, blocks_h, blocks_n, blocks_m, base, j0, i0,
+    )  # fmt: skip
     gl.warp_specialize([
-        (consumer, (dk, dv, ds_buffers, rings, call, 0, O)),
-        (consumer, (dk, dv, ds_buffers, rings, call, 1, O)),
-        (producer, (q, k, v, do, statistics, rings, call, O)),
-        (adder, (dq, turns, rings, call, 0, O)),
-        (adder, (dq, turns, rings, call, 1, O)),
+        (consumer, (dk, dv, ds_buffers, bits, lengths, rings, call, 0, O)),
+        (consumer, (dk, dv, ds_buffers, bits, lengths, rings, call, 1, O)),
+        (producer, (q, k, v, do, statistics, lengths, lists, rings, call, O)),
+        (adder, (dq, turns, lengths, rings, call, 0, O)),
+        (adder, (dq, turns, lengths, rings, call, 1, O)),
     ], [4, 1, 1, 1], [O.CONSUMER_REGISTERS, O.PRODUCER_REGISTERS, O.PRODUCER_REGISTERS, O.PRODUCER_REGISTERS])  # fmt: skip
 
 
 # ---- before and after ------------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def place_of_rows(first, bh, heads, batch, q_len, cu_q, q_lens, PACKED: tl.constexpr, Q_LENS: tl.constexpr):
+    """(number in its sequence of the padded row `first`, a multiple of 64; the sequence's first row; rows in memory and in use)."""
+    if PACKED or Q_LENS:
+        s = bh // heads
+        if PACKED:
+            s, tile = triton_steps.sequence_of(first // PAD, batch, q_len, cu_q, PAD)
+            first = tl.where(tile < 0, q_len, tile * PAD + first % PAD)
+        start, span, used = triton_steps.extent(s, batch, q_len, cu_q, q_lens, PACKED, Q_LENS)
+        return first, start, span, used
+    else:
+        return first, 0, q_len, q_len
+
+
 @triton.jit(
-    do_not_specialize=["heads", "q_len", "padded", "total", "scale", "do_b", "do_h", "do_r", "dlse_b", "dlse_h", "dlse_r"]
+    do_not_specialize=[
+        "heads", "q_len", "padded", "total", "scale", "do_b", "do_h", "do_r", "dlse_b", "dlse_h", "dlse_r", "batch",
+    ]
 )  # fmt: skip
 def prepare_kernel(
-    o, do, lse, dlse, statistics, dq, turns, heads, q_len, padded, total, scale, do_b, do_h, do_r, dlse_b, dlse_h, dlse_r,
-    DV: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    o, do, lse, dlse, statistics, dq, turns, cu_q, q_lens, heads, q_len, padded, total, scale, do_b, do_h, do_r, dlse_b,
+    dlse_h, dlse_r, batch,
+    DV: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, Q_LENS: tl.constexpr,
 ):  # fmt: skip
     """-L and -delta of ROWS queries, and zeros for their dQ and for its `turns`, where these are given.
 
-    o (B, Hq, Sq, DV) and lse (B, Hq, Sq): contiguous. do's strides: in units of 8 elements. statistics: (2, total = B Hq,
-    padded), L in the unit of the main kernel's scores, which `scale` makes of lse. P of an empty row, and behind the last
-    one, is to be 0: its L is +inf.
+    o (B, Hq, Sq, DV) and lse (B, Hq, Sq), or packed (T, Hq, DV) and (Hq, T): contiguous. do's strides: in units of 8
+    elements. statistics: (2, total = B Hq, padded), L in the unit of the main kernel's scores, which `scale` makes of lse. P
+    of an empty row, and behind the last one in use, is to be 0: its L is +inf.
     """
     tiles = padded // ROWS
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     first = tl.program_id(0) % tiles * ROWS
     b = bh // heads
     h = bh % heads
-    rows = first + tl.arange(0, ROWS)
+    own, start, _, used = place_of_rows(first, bh, heads, batch, q_len, cu_q, q_lens, PACKED, Q_LENS)
+    rows = own + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)[None, :]
-    inside = (rows < q_len)[:, None] & (columns < DV)
+    inside = (rows < used)[:, None] & (columns < DV)
     wide = rows.to(tl.int64)
-    O = tl.load(o + (bh * q_len + wide)[:, None] * DV + columns, mask=inside, other=0.0)
+    if PACKED:
+        wide += start
+        of_o = wide * heads + h
+    else:
+        of_o = bh * q_len + wide
+    O = tl.load(o + of_o[:, None] * DV + columns, mask=inside, other=0.0)
     DO = tl.load(do + 8 * (b * do_b + h * do_h + wide * do_r)[:, None] + columns, mask=inside, other=0.0)
     delta = tl.sum(O.to(tl.float32) * DO.to(tl.float32), 1)
     if dlse is not None:
-        delta -= tl.load(dlse + b * dlse_b + h * dlse_h + wide * dlse_r, mask=rows < q_len, other=0.0)
-    L = tl.load(lse + bh * q_len + rows, mask=rows < q_len, other=-float("inf"))
-    at = bh * padded + rows
+        delta -= tl.load(dlse + b * dlse_b + h * dlse_h + wide * dlse_r, mask=rows < used, other=0.0)
+    L = tl.load(lse + bh * q_len + (start + rows), mask=rows < used, other=-float("inf"))
+    at = bh * padded + (first + tl.arange(0, ROWS))
     tl.store(statistics + at, tl.where(L == -float("inf"), L, -L * scale))
     tl.store(statistics + total * padded.to(tl.int64) + at, -delta)
     tl.store(dq + (bh * padded + first) * WIDTH + tl.arange(0, ROWS * WIDTH), tl.zeros((ROWS * WIDTH,), tl.float32))
@@ -429,9 +626,13 @@ def prepare_kernel(
         tl.store(turns + (bh * padded + first) // ROWS * SHARES + tl.arange(0, SHARES), tl.zeros((SHARES,), tl.int32))
 
 
-@triton.jit(do_not_specialize=["q_len", "padded", "scale"])
-def convert_kernel(dq, accumulator, q_len, padded, scale, D: tl.constexpr, WIDTH: tl.constexpr):
-    """One share (`add_to_dq`) of the accumulator, times the scale, to dq (B, Hq, Sq, D), contiguous."""
+@triton.jit(do_not_specialize=["q_len", "padded", "scale", "heads", "batch"])
+def convert_kernel(
+    dq, accumulator, cu_q, q_lens, q_len, padded, scale, heads, batch,
+    D: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, Q_LENS: tl.constexpr,
+):  # fmt: skip
+    """One share (`add_to_dq`) of the accumulator, times the scale, to dq (B, Hq, Sq, D) or packed (T, Hq, D), contiguous; 0
+    where rows are not in use."""
     SIDE: tl.constexpr = 64
     SHARES: tl.constexpr = WIDTH // SIDE
     share = tl.program_id(0)
@@ -441,6 +642,14 @@ def convert_kernel(dq, accumulator, q_len, padded, scale, D: tl.constexpr, WIDTH
     x = tl.load(accumulator + share.to(tl.int64) * (SIDE * SIDE) + tl.arange(0, SIDE * SIDE))
     x = tl.permute(tl.reshape(x * scale, (SIDE // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
     x = tl.reshape(x, (SIDE, SIDE)).to(dq.dtype.element_ty)
-    rows = share_of_head // SHARES * SIDE + tl.arange(0, SIDE)[:, None]
+    first = share_of_head // SHARES * SIDE
+    own, start, span, used = place_of_rows(first, bh, heads, batch, q_len, cu_q, q_lens, PACKED, Q_LENS)
+    rows = own + tl.arange(0, SIDE)[:, None]
     columns = share_of_head % SHARES * SIDE + tl.arange(0, SIDE)[None, :]
-    tl.store(dq + (bh * q_len + rows) * D + columns, x, mask=(rows < q_len) & (columns < D))
+    if PACKED or Q_LENS:
+        x = tl.where(rows < used, x, 0.0)
+    if PACKED:
+        at = (start + rows).to(tl.int64) * heads + bh
+    else:
+        at = bh * q_len + rows
+    tl.store(dq + at * D + columns, x, mask=(rows < span) & (columns < D))

@@ -51,7 +51,7 @@ from .steps import (
     wait_for_values,
     zeros,
 )
-from .walk import PIECE, WALK, Call, clipped, place_of, visit, way
+from .walk import PIECE, WALK, Call, place_of, rows_at, visit, way
 
 
 @aggregate
@@ -164,12 +164,13 @@ def load_tile(q_desc, k_desc, v_desc, counter, lists, t, n, claim, place, rings,
     for c in gl.static_range(CONSUMERS):
         rings.q.load_parts(t * CONSUMERS + c, q_desc, [b, place.h, place.q_start + (place.row * O.ROWS + PIECE * c), 0])
     if O.BLOCKS:
-        blocks = way(lists, place, O)
+        tile_lo, tile_hi = place.call.keys(place.row * O.ROWS, O.ROWS, O)
+        blocks = way(lists, place.s, place.h, place.row, tile_lo, tile_hi, O.KEYS, O.CUT)
         count = gl.maximum(blocks[0], 1)
         tell(rings, t, place, 0, count, O)
         before = count * 0
         for j in range(count):
-            j0, bits = visit(blocks, j, lists, place, O)
+            j0, bits = visit(blocks, j, lists, place.call.k_len, O.KEYS)
             put(rings.blocks.acquire(n), 0, (j0, bits))
             rings.blocks.commit(n)
             if j == count - 1:
@@ -198,10 +199,7 @@ def load_tile(q_desc, k_desc, v_desc, counter, lists, t, n, claim, place, rings,
 @gluon.jit
 def rows_of_v(place, kv, j0, O: gl.constexpr):
     """Where V's descriptor has the block at key j0."""
-    if O.PACKED or O.K_LENS:
-        return clipped(place.v_start, place.call.k_len, kv, j0)
-    else:
-        return [place.b, kv, j0, 0]
+    return rows_at(place.b, kv, j0, place.v_start, place.call.k_len, O.PACKED or O.K_LENS)
 
 
 # ---- the consumers ---------------------------------------------------------------------------------------------------
@@ -364,10 +362,7 @@ def consumer(o_desc, o_buffers, lse, sink, bits, rings, call, C: gl.constexpr, O
         o = [times(part, factor) for part in o]
         if O.VARIED:
             o, L = of_rows_in_use(o, L, own.q_len - first)
-        if O.PACKED:
-            store(o, place, o_desc, clipped(q_start, q_span, h, first))
-        else:
-            store(o, place, o_desc, [b, h, first, 0])
+        store(o, place, o_desc, rows_at(b, h, first, q_start, q_span, O.PACKED))
         at = first + gl.arange(0, PIECE, gl.SliceLayout(1, s_layout))
         gl.store(lse + (b.to(gl.int64) * call.heads + h) * call.q_len + q_start + at, L, mask=at < q_span)
         if O.O_IN_Q:

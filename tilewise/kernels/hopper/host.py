@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from ...block_mask import BlockMask
+from ...block_mask import BlockMask, TileLists
 from ...problem import NOTHING, Aux, Layout, Origin, Problem
 from ..launch import Box, Ready
 from ..tensors import READY, Memory, Strides, dense_rows, empty_strided, memory, q_shape, ragged, v_shape, whole
@@ -105,20 +105,26 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tupl
     return o, lse
 
 
-def contents(aux: Aux) -> tuple[Tensor | None, ...]:
-    """The tensors whose contents say which tiles there are."""
+def contents(aux: Aux, by_query: bool = True) -> tuple[Tensor | None, ...]:
+    """The tensors whose contents say which tiles there are; a BlockMask's lists and pool by queries or by keys."""
     if aux is NOTHING:
         return ()
     lengths = aux.cu_q, aux.cu_k, aux.q_lens, aux.k_lens
-    return (*lengths, *aux.mask.query_major, aux.mask.bits) if isinstance(aux.mask, BlockMask) else lengths
+    if not isinstance(aux.mask, BlockMask):
+        return lengths
+    return (*lengths, *of_tiles(aux.mask, by_query), aux.mask.bits if by_query else aux.mask.turned)
 
 
-def lists_of(aux: Aux) -> Strides:
+def lists_of(aux: Aux, by_query: bool = True) -> Strides:
     """How a BlockMask's lists lie: their sides, and of those that are shared 0 for the first two."""
     if not isinstance(aux.mask, BlockMask):
         return NO_LISTS
-    b, h, n, m = aux.mask.query_major.full.shape
+    b, h, n, m = of_tiles(aux.mask, by_query).full.shape
     return (h if b > 1 else 0, 1 if h > 1 else 0, n, m)
+
+
+def of_tiles(blocks: BlockMask, by_query: bool) -> TileLists:
+    return blocks.query_major if by_query else blocks.key_major
 
 
 NO_LISTS = (0, 0, 0, 0)
@@ -148,7 +154,7 @@ def launch_of(problem: Problem, origin: Origin, at_once: int, alike: bool, lists
         for shape, strides, side, at_ends in zip(shapes, (o[1], *of_rows), sides, clipped, strict=True)
     )
     alone = replace(problem, batch=1) if packed else problem  # packed heads are those of all sequences
-    apart = 0 if packed or problem.batch == 1 else of_rows[2][0] // of_rows[2][2]
+    apart = rows_apart(problem, of_rows[2])
     numbers = (
         problem.q_len, problem.k_len, diagonal, left, right, problem.scale * LOG2E, problem.softcap * LOG2E,
         problem.heads, problem.group, tiles, together(alone), total, problem.batch, apart,
@@ -171,6 +177,11 @@ def box_of(
     assert found is not None, "there is none of an empty or an expanded tensor"
     elements = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
     return replace(found, layout=gl.NVMMASharedLayout.get_default_for(list(found.block), elements))
+
+
+def rows_apart(problem: Problem, strides: Strides) -> int:
+    """How many rows lie from a sequence's first to the next one's, in a descriptor that clips at their ends."""
+    return 0 if problem.q_layout is Layout.PACKED or problem.batch == 1 else strides[0] // strides[2]
 
 
 @lru_cache

@@ -211,6 +211,15 @@ def clipped(start, end, head, row):
     return [FAR + row * 0, start + end, head, FAR - end + row, row * 0]
 
 
+@gluon.jit
+def rows_at(b, head, row, start, end, CLIPPED: gl.constexpr):
+    """The same, or where it is in a descriptor of sequences of one length."""
+    if CLIPPED:
+        return clipped(start, end, head, row)
+    else:
+        return [b, head, row, 0]
+
+
 # ---- a BlockMask's lists ---------------------------------------------------------------------------------------------
 
 
@@ -240,36 +249,37 @@ def live(count, list, known, lo, hi, CUT: gl.constexpr):
 
 
 @gluon.jit
-def way(lists, place, O: gl.constexpr):
-    """A tile's blocks, for `visit`: (how many, how many of them are FULL, where the lists have them).
+def way(lists, s, h, row, lo, hi, SIDE: gl.constexpr, CUT: gl.constexpr):
+    """The blocks of SIDE that the row-th tile of sequence s, head h has partners in, for `visit`: (how many, how many of them
+    are FULL, where the lists have them).
 
-    FULL ones come first, then MIXED, each in ascending order.
+    FULL ones come first, then MIXED, each in ascending order. lo, hi: which of the partners' positions are wanted, where
+    CUT. Of lists the last two say where the tiles' side begins in the mask, and the partners'.
     """
     full_count, full, mixed_count, mixed, mixed_bits = lists[:5]
-    batch, blocks_b, blocks_h, blocks_n, blocks_m, base, i0, j0 = lists[5:]
-    PARTS: gl.constexpr = TILE // O.KEYS
-    lo, hi = place.call.keys(place.row * O.ROWS, O.ROWS, O)
-    row = place.row + i0 // TILE
-    known = (place.s < batch) & (row < blocks_n)
-    at = base + place.s.to(gl.int64) * blocks_b + place.h.to(gl.int64) * blocks_h
+    batch, blocks_b, blocks_h, blocks_n, blocks_m, base, own, partners = lists[5:]
+    PARTS: gl.constexpr = TILE // SIDE
+    row = row + own // TILE
+    known = (s < batch) & (row < blocks_n)
+    at = base + s.to(gl.int64) * blocks_b + h.to(gl.int64) * blocks_h
     at = at * blocks_n + row
     full += at * blocks_m
     mixed += at * blocks_m
     mixed_bits += at * blocks_m
-    f, fulls = live(full_count + at, full, known, lo + j0, hi + j0, O.CUT)
-    m, mixes = live(mixed_count + at, mixed, known, lo + j0, hi + j0, O.CUT)
+    f, fulls = live(full_count + at, full, known, lo + partners, hi + partners, CUT)
+    m, mixes = live(mixed_count + at, mixed, known, lo + partners, hi + partners, CUT)
     return (fulls + mixes) * PARTS, fulls * PARTS, full + f, mixed + m, mixed_bits + m
 
 
 @gluon.jit
-def visit(way, n, lists, place, O: gl.constexpr):
-    """(first key, its bit tile's place, or -1) of block n; a tile without any has one, behind the last key."""
-    j0 = lists[len(lists) - 1]
+def visit(way, n, lists, beyond, SIDE: gl.constexpr):
+    """(its first position, its bit tile's place, or -1) of block n; a tile without any has one, at `beyond`."""
+    partners = lists[len(lists) - 1]
     count, fulls, full, mixed, mixed_bits = way
-    PARTS: gl.constexpr = TILE // O.KEYS
+    PARTS: gl.constexpr = TILE // SIDE
     is_mixed = n >= fulls
     entry = gl.where(is_mixed, n - fulls, n) // PARTS
     tile = gl.load(gl.where(is_mixed, mixed, full) + entry, mask=n < count, other=0)
     bits = gl.load(mixed_bits + entry, mask=is_mixed & (n < count), other=-1)
-    key = tile * TILE + n % PARTS * O.KEYS - j0
-    return gl.where(n < count, key, place.call.k_len), bits
+    position = tile * TILE + n % PARTS * SIDE - partners
+    return gl.where(n < count, position, beyond), bits
