@@ -121,9 +121,8 @@ def main() -> None:
         print("\n".join(cell.name for cell in chosen))
         return
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the processes are parallel already
-    os.environ.setdefault(
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1"
-    )  # else what FlashAttention-4 compiles stays in them
+    # FlashAttention-4 is to find on disk what those processes compiled.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     if args.processes:
         compile_all(chosen, args.processes, start + args.seconds / 2, args.cudnn)
     rows: list[Row] = []

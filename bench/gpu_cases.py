@@ -172,6 +172,17 @@ def prepare(attend: Callable[[], Attend], tensors: list[Tensor], direction: str)
     return ready
 
 
+def compared(
+    attend: Callable[[], Attend], attend_of: Callable[[Peer], Callable[[], Attend]], peers: tuple[Peer, ...],
+    tensors: list[Tensor], direction: str,
+) -> Built:  # fmt: skip
+    """Ours and each of the peers, `attend_of` it, on the same tensors."""
+    return Built(
+        prepare(attend, tensors, direction),
+        {peer.name: prepare(attend_of(peer), tensors, direction) for peer in peers},
+    )
+
+
 def ours(setting: Setting, **options: Any) -> Callable[[], Attend]:
     return lambda: functools.partial(tilewise.attention, backend=setting.backend, **options)
 
@@ -202,10 +213,7 @@ def dense(
                 return lambda: flex(setting.device, seq, see_causal if is_causal else None)
             return lambda: by_pytorch(peer.name, is_causal)
 
-        return Built(
-            prepare(ours(setting, mask=causal if is_causal else None), inputs, direction),
-            {peer.name: prepare(attend(peer), inputs, direction) for peer in peers},
-        )
+        return compared(ours(setting, mask=causal if is_causal else None), attend, peers, inputs, direction)
 
     flops = OPERATIONS[direction] * batch * heads * d * pairs(mask, seq)
     row = Row(subject, direction, dtype, d, mask, seq)

@@ -21,8 +21,10 @@ from .gpu_cases import (
     Built,
     Cell,
     Peer,
+    Prepare,
     Setting,
     by_pytorch,
+    compared,
     cumulative,
     dense,
     documents,
@@ -37,10 +39,10 @@ from .rows import Row
 
 FA3, FA4 = "FlashAttention-3", "FlashAttention-4"
 MODULES = {FA3: "fa3_fwd_interface", FA4: "flash_attn.cute"}  # of the wheels fa3-fwd and flash-attn-4
-OTHER = "ours, in any order"
 
 
 def cells(setting: Setting) -> list[Cell]:
+    """Those that somebody is here to be compared with."""
     setting = replace(setting, backend="hopper") if setting.backend == "triton" else setting
     both = ("forward", "backward")
     found = [cell for direction in both for cell in grid(setting, direction)]
@@ -75,18 +77,21 @@ def module(name: str) -> ModuleType:
 
 def flash(name: str, **options: Any) -> Attend:
     """FlashAttention-3 or -4: (B, S, H, D), and what they return is o or (o, lse)."""
+    flash_attn_func = module(name).flash_attn_func
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o = module(name).flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **options)
+        o = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **options)
         return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)
 
     return attend
 
 
 def flash_packed(name: str, cu: Tensor, longest: int, is_causal: bool) -> Attend:
+    flash_attn_varlen_func = module(name).flash_attn_varlen_func
+    of_lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
+
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        of_lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
-        o = module(name).flash_attn_varlen_func(q, k, v, **of_lengths, causal=is_causal)
+        o = flash_attn_varlen_func(q, k, v, **of_lengths, causal=is_causal)
         return o[0] if isinstance(o, tuple) else o
 
     return attend
@@ -116,19 +121,18 @@ def grid(setting: Setting, direction: str) -> list[Cell]:
 
 
 def beside_ourselves(
-    setting: Setting, subject: str, direction: str, dtype: str, d: int, mask: str, seq: int, peer: Peer,
-    options: dict[str, Any], other_dtype: str, other_options: dict[str, Any],
-) -> Cell:  # fmt: skip
-    """Ours beside ours with something else: another dtype, other options."""
+    setting: Setting, subject: str, direction: str, dtype: str, d: int, mask: str, seq: int, peer: Peer, **options: Any
+) -> Cell:
+    """Ours in a dtype and with options beside ours in bf16 without."""
     batch, heads = setting.tokens // seq, setting.heads(d)
     band = causal if mask == "causal" else None
 
     def build() -> Built:
-        def one(dtype: str, options: dict[str, Any]) -> Any:
+        def one(dtype: str, **options: Any) -> Prepare:
             inputs = draw(setting, batch, heads, seq, d, dtype=dtype)
             return prepare(ours(setting, mask=band, **options), inputs, direction)
 
-        return Built(one(dtype, options), {peer.name: one(other_dtype, other_options)})
+        return Built(one(dtype, **options), {peer.name: one("bf16")})
 
     flops = OPERATIONS[direction] * batch * heads * d * pairs(mask, seq)
     return Cell(Row(subject, direction, dtype, d, mask, seq), (peer,), flops, build)
@@ -137,15 +141,15 @@ def beside_ourselves(
 def in_one_order(setting: Setting, d: int, mask: str) -> Cell:
     """The deterministic backward beside our own other one."""
     return beside_ourselves(
-        setting, "hopper deterministic", "backward", "bf16", d, mask, setting.tokens, Peer(OTHER, ">= 0.85"),
-        {"deterministic": True}, "bf16", {},
+        setting, "hopper deterministic", "backward", "bf16", d, mask, setting.tokens,
+        Peer("ours, in any order", ">= 0.85"), deterministic=True,
     )  # fmt: skip
 
 
 def both_dtypes(setting: Setting, direction: str, d: int) -> Cell:
     return beside_ourselves(
         setting, "hopper fp16", direction, "fp16", d, "causal", setting.tokens // 4,
-        Peer("ours, bf16", ">= 0.97", same_result=False), {}, "bf16", {},
+        Peer("ours, bf16", ">= 0.97", same_result=False),
     )  # fmt: skip
 
 
@@ -208,10 +212,7 @@ def form_cell(setting: Setting, direction: str, form: Form) -> Cell:
         def attend_of(peer: Peer) -> Callable[[], Attend]:
             return lambda: by_pytorch(CUDNN, True) if peer.name == CUDNN else flash(peer.name, **form.flash)
 
-        return Built(
-            prepare(ours(setting, mask=form.band), inputs, direction),
-            {peer.name: prepare(attend_of(peer), inputs, direction) for peer in beside},
-        )
+        return compared(ours(setting, mask=form.band), attend_of, beside, inputs, direction)
 
     beside = peers(direction, ">= 0.95", cudnn=form.cudnn)
     of_pair = 2 * (form.d + form.v_dim) if direction == "forward" else 2 * (3 * form.d + 2 * form.v_dim)
@@ -233,10 +234,7 @@ def mixed(setting: Setting, direction: str, mask: str) -> Cell:
             return lambda: flash_packed(peer.name, cu, max(lengths), mask == "causal")
 
         band = causal if mask == "causal" else None
-        return Built(
-            prepare(packed(setting, cu, band), inputs, direction),
-            {peer.name: prepare(attend_of(peer), inputs, direction) for peer in beside},
-        )
+        return compared(packed(setting, cu, band), attend_of, beside, inputs, direction)
 
     beside = peers(direction, ">= 0.95", cudnn=False)
     flops = OPERATIONS[direction] * heads * d * sum(pairs(mask, n) for n in lengths)
