@@ -40,7 +40,7 @@ $(TRITONS:%=test-triton-%): test-triton-%: $(VENV)/triton-%/.installed
 	@test -e $< || { echo "pip serves no Triton $* here"; exit; }; export OMP_NUM_THREADS=1 PYTHONPATH=$(<D); \
 	$(BIN)/python -c "import triton; assert triton.__version__.startswith('$*.'), triton.__file__" && \
 	$(BIN)/python -m pytest tests/test_triton_config.py tests/test_triton_launch.py tests/test_hopper.py \
-	-k "not test_hopper or (compile and (bfloat16-causal or ragged))"
+	tests/test_hopper_backward.py tests/test_hopper_split.py -k "not test_hopper or (compile and (bfloat16-causal or ragged))"
 
 slow: $(INSTALLED)
 	@$(BIN)/python -m pytest -m slow

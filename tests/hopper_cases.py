@@ -6,6 +6,7 @@ import random
 from collections.abc import Hashable
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,33 +21,53 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 PREFIX = "hopper "  # of the names
 
 ARRAY: dict[str, tuple[Hashable, ...]] = {  # what its kernel is compiled for
-    "dtype": (F16, BF16), "d": config.WIDTHS, "d_v": (*config.WIDTHS, "d"),
+    "dtype": (F16, BF16), "d": config.WIDTHS, "d_v": (64, 128, 256, "d"),
     "band": ("full", "causal", "ragged", "left", "window"), "softcap": (False, True), "sink": (None, F32),
     "length": (1024, config.LONG),
 }  # fmt: skip
+VARIED: dict[str, tuple[Hashable, ...]] = {  # and with sequences of unlike lengths and BlockMasks
+    "dtype": (F16, BF16), "d": tuple(config.BACKWARD), "d_v": ("d",), "band": ("full", "causal", "window"),
+    "softcap": (False, True), "sink": (None, F32), "length": (1024,), "mask": (None, "blocks"),
+    "layout": ("dense", "packed", "packed, own keys"), "lens": ("", "q", "k", "qk"),
+}  # fmt: skip
+WIDE = VARIED | {"d": config.WIDTHS[len(config.BACKWARD) :]}  # heads whose backward with those is Triton's
 VALUES = 3  # cases a row
 LAYOUTS = ("contiguous", "transposed", "gaps", "heads", "last", "offset")
 
 
 @cache
 def on_hopper() -> dict[str, Case]:
-    """Without gradients, which are Triton's."""
-    cases = {name: replace(case, grad=False) for name, case in on_gpu().items() if is_taken(case)}
-    cases |= {f"array {n}.{m}": array_case(row, m) for n, row in enumerate(cover_product(ARRAY)) for m in range(VALUES)}
-    return {PREFIX + name: case for name, case in cases.items()}
+    cases = {name: case for name, case in on_gpu().items() if is_taken(case)}
+    for name, array in (("array", ARRAY), ("varied", VARIED), ("wide", WIDE)):
+        rows = enumerate(cover_product(array))
+        cases |= {f"{name} {n}.{m}": array_case(row, m) for n, row in rows for m in range(VALUES)}
+    return {PREFIX + name: replace(case, grad=case.grad and has_backward(case)) for name, case in cases.items()}
+
+
+def has_backward(case: Case) -> bool:
+    """Of its own."""
+    return is_narrow(case) or case.mask is case.cu_q is case.q_lens is case.k_lens is None
+
+
+def is_narrow(case: Case) -> bool:
+    return max(case.dim, case.v_dim) <= max(config.BACKWARD)
+
+
+def on_hopper_twice() -> frozenset[str]:
+    """The names of a case a row whose gradients other kernels make when they are asked for reproducibly."""
+    return frozenset(
+        name
+        for name, case in on_hopper().items()
+        if name.startswith((f"{PREFIX}array", f"{PREFIX}varied"))
+        and name.endswith(".1")
+        and is_narrow(case)
+        and case.mask is None
+    )
 
 
 def is_taken(case: Case) -> bool:
     """Whether why_not says so of the case on a Hopper GPU."""
-    if (
-        case.mask
-        or case.cu_q
-        or case.q_lens
-        or case.k_lens
-        or case.bias_dims is not None
-        or case.slopes
-        or case.dropout_p
-    ):
+    if case.mask == "bool" or case.bias_dims is not None or case.slopes or case.dropout_p:
         return False  # what is left can be asked without the tensors' contents
     if not case.q_len * case.k_len * case.batch * case.kv_heads:
         return False
@@ -66,7 +87,8 @@ def array_case(row: dict[str, Any], n: int) -> Case:
     r = random.Random(f"{sorted(row.items(), key=repr)} {n}")
 
     def size(wide: int) -> int:
-        return wide if n == 0 else r.randrange(wide // 2 + 8, wide + 8, 8)
+        below = max(wide // 2, *(other for other in (0, *config.WIDTHS) if other < wide))
+        return wide if n == 0 else r.randrange(below + 8, wide + 8, 8)
 
     top = row["length"]
     k_len = r.choice((top, top + r.randint(1, 300))) if top == config.LONG else r.choice((1, 64, 129, 333, 700, top))
@@ -80,9 +102,27 @@ def array_case(row: dict[str, Any], n: int) -> Case:
     if row["band"] == "causal":
         q_len = k_len if k_len < 64 else k_len - 64 * r.randint(0, k_len // 64 - 1)
     kv_heads, dim = r.choice((1, 2, 3)), size(row["d"])
-    return Case(
+    case = Case(
         seed=n, dtype=row["dtype"], batch=r.choice((1, 2, 3)), heads=kv_heads * r.choice((1, 2, 4)), kv_heads=kv_heads,
         q_len=q_len, k_len=k_len, dim=dim, v_dim=dim if row["d_v"] == "d" else size(row["d_v"]),
         std=r.choice((0.3, 1.0, 2.0)), layout=r.choice(LAYOUTS), scale=r.choice((None, None, 0.1)), band=band,
-        softcap=r.choice((0.7, 5.0, 50.0)) if row["softcap"] else 0.0, sink=row["sink"], grad=False, lse_grad=False,
+        softcap=r.choice((0.7, 5.0, 50.0)) if row["softcap"] else 0.0, sink=row["sink"], mask=row.get("mask"),
+        mask_dims=r.choice(("", "b", "h", "bh")), grad=True, lse_grad=n == 1,
     )  # fmt: skip
+    return with_lengths(r, case, row) if "layout" in row else case
+
+
+def with_lengths(r: random.Random, case: Case, row: dict[str, Any]) -> Case:
+    """The case with its sequences cut at random, with tokens of none behind the last; and with lengths within them."""
+    spans = {"q": [case.q_len] * case.batch, "k": [case.k_len] * case.batch}
+    if row["layout"] != "dense":
+        cu = {}
+        for side, length in (("q", case.q_len), ("k", case.k_len)):
+            cuts = sorted(r.choices(range(length + 1), k=case.batch - 1))
+            cu[side] = (0, *cuts, max([0, *cuts, length - r.choice((0, 0, 7))]))
+        if row["layout"] == "packed":
+            case, cu["k"] = replace(case, k_len=case.q_len), cu["q"]
+        spans = {side: [b - a for a, b in pairwise(ends)] for side, ends in cu.items()}
+        case = replace(case, cu_q=cu["q"], cu_k=None if row["layout"] == "packed" else cu["k"])
+    given = {f"{side}_lens": tuple(r.choice((n, r.randint(0, n))) for n in spans[side]) for side in row["lens"]}
+    return replace(case, garbage=bool(given) or case.cu_q is not None, **given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import random
 import re
@@ -13,6 +14,7 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +22,7 @@ import tilewise
 from tilewise import Band, Problem, causal, sliding_window
 from tilewise.kernels.hopper import backend, config
 from tilewise.mask import tile_of
+from tilewise.problem import Aux, Layout
 
 F16, BF16 = torch.float16, torch.bfloat16
 FULL = Band()
@@ -27,14 +30,18 @@ FULL = Band()
 
 def problem_of(
     d: int = 64, v_dim: int | None = None, band: Band = FULL, dtype: torch.dtype = BF16, q_len: int = 200,
-    k_len: int | None = None, batch: int = 1, heads: int = 2, kv_heads: int | None = None, **options: Any,
+    k_len: int | None = None, batch: int = 1, heads: int = 2, kv_heads: int | None = None,
+    layout: Layout = Layout.DENSE, blocks: bool = False, q_lens: bool = False, k_lens: bool = False, **options: Any,
 ) -> Problem:  # fmt: skip
     kv, k_len = kv_heads or heads, k_len or q_len
     q, k, v = (
         torch.empty(shape, dtype=dtype, device="meta")
         for shape in ((batch, heads, q_len, d), (batch, kv, k_len, d), (batch, kv, k_len, v_dim or d))
     )
-    return replace(Problem.of(q, k, v, mask=band, **options)[0], device="sm90")
+    varied = {"q_layout": layout, "k_layout": layout, "q_lens": q_lens, "k_lens": k_lens}
+    return replace(
+        Problem.of(q, k, v, mask=band, **options)[0], device="sm90", mask="blocks" if blocks else None, **varied
+    )
 
 
 # ---- what it takes ---------------------------------------------------------------------------------------------------
@@ -68,16 +75,9 @@ def test_what_it_does_not_take(options: dict[str, Any], reason: str) -> None:
 
 def test_masks_and_layouts_that_it_does_not_take() -> None:
     pytest.importorskip("triton")
-    seen = torch.ones(200, 200, dtype=torch.bool)
-    q = torch.empty(200, 2, 64, dtype=F16)
-    packed = Problem.of(q, q, q, cu_seqlens_q=torch.tensor([0, 200], dtype=torch.int32))[0]
-    assert backend.why_not(replace(packed, device="sm90")) == "it does not take packed sequences yet"
-    q = torch.empty(1, 2, 200, 64, dtype=F16)
-    for mask, name in ((seen, "a boolean mask"), (tilewise.BlockMask.from_dense(seen), "a block mask")):
-        problem = replace(Problem.of(q, q, q, mask=mask)[0], device="sm90")
-        assert backend.why_not(problem) == f"it does not take {name} yet"
-    for side in ("q_lens", "k_lens"):
-        assert backend.why_not(replace(problem_of(), **{side: True})) == "it does not take lengths yet"
+    seen, q = torch.ones(200, 200, dtype=torch.bool), torch.empty(1, 2, 200, 64, dtype=F16)
+    problem = replace(Problem.of(q, q, q, mask=seen)[0], device="sm90")
+    assert backend.why_not(problem) == "it does not take a boolean mask yet"
     assert backend.why_not(replace(problem_of(), device="sm100")) == "it is for Hopper GPUs, sm90 (q is on sm100)"
     assert backend.why_not(replace(problem_of(), device="cpu")) == "it is for Hopper GPUs, sm90 (q is on cpu)"
 
@@ -93,23 +93,33 @@ def test_what_it_takes(d: int, v_dim: int, band: Band) -> None:
     assert "hopper: chosen\n" in tilewise.explain(problem)
 
 
+def test_sequences_and_block_masks_that_it_takes() -> None:
+    pytest.importorskip("triton")
+    seen = tilewise.BlockMask.butterfly(200, 200)
+    for d, where in ((64, "chosen\n"), (256, "chosen; its backward is triton's: it takes ")):
+        q = torch.empty(200, 2, d, dtype=F16)
+        packed = replace(Problem.of(q, q, q, cu_seqlens_q=torch.tensor([0, 200], dtype=torch.int32))[0], device="sm90")
+        blocks = replace(Problem.of(*[q[None].transpose(1, 2)] * 3, mask=causal & seen)[0], device="sm90")
+        lengths = [replace(problem_of(d), **{side: True}) for side in ("q_lens", "k_lens")]
+        for problem in (packed, blocks, *lengths):
+            assert backend.why_not(problem) is None
+            assert f"hopper: {where}" in tilewise.explain(problem)
+
+
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
 def test_rows_fit_the_shared_memory_and_the_registers() -> None:
-    for wide, row in config.TABLE.items():
-        assert row.evidence
+    assert all(row.evidence for row in config.TABLE.values())
+    for sizes in itertools.product(config.WIDTHS, repeat=2):
         for kind in config.KINDS:
-            cfg = row.config(kind)
+            cfg = config.row_of(*sizes).config(kind)
             assert cfg.rows % config.PIECE == 0
             assert cfg.keys % config.PIECE == 0
-            # A piece's last block and its tile's are then neighbours or one (`forward.mask`: what `MASKED` relies on).
+            # A piece's last block and its tile's are then neighbours or one (`steps.mask`: what `MASKED` relies on).
             consumer, producer = cfg.registers
             assert 128 * (consumer * cfg.consumers + producer) <= 65536
-            for v_wide in config.WIDTHS:
-                if v_wide <= wide:
-                    for sizes in ((wide, v_wide), (v_wide, wide)):
-                        assert config.shared_bytes(cfg, *sizes) + 1024 <= config.SHARED, (wide, v_wide, kind)
+            assert config.shared_bytes(cfg, *sizes) + config.BARRIERS <= config.SHARED, (sizes, kind)
 
 
 def test_a_configuration_depends_on_no_batch_and_no_heads() -> None:
@@ -117,6 +127,15 @@ def test_a_configuration_depends_on_no_batch_and_no_heads() -> None:
         for length in (100, 5000):
             some = problem_of(band=band, q_len=length)
             assert config.choose(some) == config.choose(replace(some, batch=777, heads=12, kv_heads=3, needs_grad=True))
+
+
+def test_tiles_of_block_masks_have_its_rows_and_packed_ones_do_not_ask_for_tokens() -> None:
+    for d in config.WIDTHS:
+        cfg = config.choose(problem_of(d, blocks=True, q_len=5000))
+        assert (cfg.rows, 128 % cfg.keys) == (128, 0)
+        for band in (FULL, causal):
+            few, many = (config.choose(problem_of(d, band=band, q_len=n, layout=Layout.PACKED)) for n in (100, 5000))
+            assert few == many
 
 
 def test_a_window_of_everything_has_the_configuration_of_causal() -> None:
@@ -136,21 +155,44 @@ def test_every_tile_has_its_turn_once_the_last_ones_first(heads: int, tiles: int
     assert [tile for tile, head in order if head == 0] == list(range(tiles))[::-1]
 
 
+@pytest.mark.parametrize("heads", [0, 1, 2, 16, 20, 33, 128, 1024])
+@pytest.mark.parametrize("size", [1, 1 << 18, 4 << 20, 10 << 20, 1 << 30])
+def test_heads_side_by_side_come_in_even_groups_that_fit(heads: int, size: int) -> None:
+    pytest.importorskip("triton")
+    from tilewise.kernels.triton.host import TOGETHER_BYTES, side_by_side
+
+    together = side_by_side(heads, size)
+    assert together == 1 or together * size <= TOGETHER_BYTES
+    if heads:
+        last = (heads - 1) % together + 1
+        assert last > together // 2, (together, last)
+        assert together == heads or together * 2 > min(TOGETHER_BYTES // size, 32), "far fewer than could"
+
+
 # ---- the kernels, compiled -------------------------------------------------------------------------------------------
 
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"q_len": 1000}, "causal": {"band": causal, "q_len": 1024}, "long": {"band": causal, "q_len": 4096},
     "ragged": {"band": causal, "q_len": 1000, "k_len": 1017}, "window": {"band": sliding_window(100), "q_len": 4096},
     "dressed": {"band": causal, "q_len": 1000, "k_len": 1017, "softcap": 20.0, "sink": meta(2)},
+    "packed": {"layout": Layout.PACKED, "batch": 3}, "blocks": {"blocks": True, "q_len": 1024},
+    "packed causal": {"layout": Layout.PACKED, "batch": 3, "band": causal},
+    "lengths": {"batch": 3, "q_len": 1000, "q_lens": True, "k_lens": True},
+    "every": {
+        "layout": Layout.PACKED, "batch": 3, "blocks": True, "band": sliding_window(100), "q_lens": True,
+        "k_lens": True, "softcap": 20.0, "sink": meta(2),
+    },
 }  # fmt: skip
-SOME = [
-    (64, 64, BF16, "full"), (64, 64, BF16, "causal"), (64, 64, BF16, "long"), (128, 128, BF16, "full"),
-    (128, 128, BF16, "causal"), (128, 128, F16, "causal"), (128, 128, BF16, "window"),
-    (128, 128, BF16, "dressed"), (256, 256, BF16, "full"),
-    (256, 256, BF16, "ragged"), (192, 128, BF16, "causal"),
+SOME = [  # of EVERY, for a kernel takes some ten seconds
+    (64, 64, BF16, "full"), (64, 64, BF16, "long"), (128, 128, BF16, "causal"), (96, 96, F16, "causal"),
+    (128, 128, BF16, "dressed"), (192, 192, BF16, "full"), (256, 256, BF16, "ragged"), (192, 128, BF16, "causal"),
+    (128, 128, BF16, "packed causal"), (128, 128, BF16, "blocks"),
 ]  # fmt: skip
-SPILLS = {"3.9": 144}  # bytes, by what its newer ptxas keeps from tile to tile at d 256; in no loop over keys
+SPILLS = {"3.7": 36, "3.9": 144}  # bytes, of what their newer ptxas keeps from tile to tile; in no loop over keys
+SPILLS_BESIDE = {(192, 128): 64}  # of a tile's numbers, beside the places of K's and Q's parts
+SPILLS_OF_ALL = 96  # of a kernel with every option: numbers of a tile, in no loop over keys either
 UNLIKE = [(256, 128), (128, 256), (128, 64), (64, 128), (256, 64), (64, 256)]
+UNLIKE += [(192, 128), (128, 192), (96, 64), (96, 256)]
 EVERY = [(d, d, dtype, kind) for d in config.WIDTHS for dtype in (BF16, F16) for kind in KINDS]
 EVERY += [(d, v_dim, BF16, kind) for d, v_dim in UNLIKE for kind in ("full", "long", "window")]
 
@@ -170,14 +212,29 @@ def compiled(problem: Problem) -> tuple[Any, str]:
     shapes = q_shape(problem), problem.k_shape, v_shape(problem)
     o, q, k, v = (torch.empty(shape, dtype=problem.dtype) for shape in (problem.o_shape, *shapes))
     sink = torch.empty(problem.heads) if problem.sink else None
-    start = host.launch_of(problem, (0, 0, 0, 0), 132, *(x.stride() for x in (q, k, v))).start
+    aux, lists = contents_of(problem)
+    start = host.launch_of(problem, (0, 0, 0, 0), 132, True, lists, *(x.stride() for x in (q, k, v))).start
     with recording() as launches:
-        start(o, q, k, v, torch.empty(problem.lse_shape), sink, torch.zeros(1, dtype=torch.int32))
+        start(o, q, k, v, torch.empty(problem.lse_shape), sink, torch.zeros(1, dtype=torch.int32), *host.contents(aux))
     said = io.StringIO()
     with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(said):
         knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
         binary = compile_for(launches[0], GPUTarget("cuda", 90, 32))
     return binary, said.getvalue()
+
+
+def contents_of(problem: Problem) -> tuple[Aux, tuple[int, ...]]:
+    """Of the problem's options those whose contents say which tiles there are, and how a BlockMask's lists lie."""
+    from tilewise.kernels.hopper import host
+
+    some = torch.zeros(problem.batch + 1, dtype=torch.int32)
+    packed = problem.q_layout is Layout.PACKED
+    seen = tilewise.BlockMask.butterfly(256, 256) if problem.mask == "blocks" else None
+    aux = Aux(
+        cu_q=some if packed else None, cu_k=some if packed else None, q_lens=some if problem.q_lens else None,
+        k_lens=some if problem.k_lens else None, mask=seen,
+    )  # fmt: skip
+    return aux, host.lists_of(aux)
 
 
 def listing_of(binary: Any) -> str:
@@ -200,19 +257,23 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
     from tilewise.kernels.launch import resources
 
     taken = resources(binary)
-    assert taken.spilled <= SPILLS.get(triton.__version__[:3], 0)
+    allowed = SPILLS.get(triton.__version__[:3], 0) + SPILLS_BESIDE.get((d, v_dim), 0)
+    assert taken.spilled <= allowed + (SPILLS_OF_ALL if kind == "every" else 0)
     assert not taken.unwritten, "ptxas left out an instruction"
     bytes_of_tiles = config.shared_bytes(cfg, config.width(d), config.width(v_dim))
-    assert bytes_of_tiles < taken.shared <= min(bytes_of_tiles + 1024, config.SHARED)
+    assert bytes_of_tiles < taken.shared <= min(bytes_of_tiles + config.BARRIERS, config.SHARED)
     listing = listing_of(binary)
     assert "registers" in said
     assert "wgmma" not in said, said  # ptxas reports when it makes them wait for each other
     assert "warning" not in said, said
     for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
         assert instruction in listing, instruction
-    # In each consumer's loop the exponentials lie between the wait for S and the one for P V, which is in flight there.
-    overlapped = re.findall(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", listing, re.DOTALL)
-    assert [part.count("MUFU.EX2") >= cfg.keys // 2 for part in overlapped] == [True] * cfg.consumers
+    # In each consumer's loop, and in its step behind half a block, the exponentials lie between the wait for S and the
+    # one for P V, which is in flight there.
+    steps = 2 if cfg.half and problem.band.right is not None and problem.mask is None else 1
+    parts = config.width(v_dim).bit_count()
+    overlapped = re.findall(rf"DEPBAR\.LE gsb0, 0x{parts}(.*?)DEPBAR\.LE gsb0, 0x0", listing, re.DOTALL)
+    assert [part.count("MUFU.EX2") >= cfg.keys // 2 for part in overlapped] == [True] * cfg.consumers * steps
     assert not any(re.search("STL|LDL", part) for part in overlapped)
 
 
@@ -248,11 +309,15 @@ def test_partitions_hand_on_every_block_and_never_wait_for_ever(seed: int) -> No
         Band(r.randint(0, 40), r.randint(0, 40)),
     ))  # fmt: skip
     group, batch = r.choice((1, 2)), r.choice((1, 2))
-    problem = problem_of(band=band, q_len=q_len, k_len=k_len, heads=2 * group, kv_heads=2, batch=batch)
+    d, v_dim = r.choice(((64, 64), (96, 96), (192, 128)))
+    problem = problem_of(d, v_dim, band, q_len=q_len, k_len=k_len, heads=2 * group, kv_heads=2, batch=batch)
     queries = r.choice((1, 2))
-    cfg = config.Config(r.choice((128, 192)), r.choice((64, 128)), r.choice((2, 3)), queries, r.random() < 0.7)
+    cfg = config.Config(
+        r.choice((128, 192)), r.choice((64, 128)), r.choice((2, 3)), queries, r.random() < 0.7, r.random() < 0.3
+    )
     options = replace(
-        host.Options.of(problem, cfg, band.offset(q_len, k_len)), O_IN_Q=queries == 1 and r.random() < 0.7
+        host.Options.of(problem, cfg, band.offset(q_len, k_len)),
+        O_IN_Q=queries == 1 and not cfg.q_in_registers and r.random() < 0.7,
     )
     names = ("q_len", "k_len", "diagonal", "left", "right", "heads", "group", "tiles", "together", "total")
     tiles = -(-q_len // cfg.rows)
@@ -271,17 +336,177 @@ def test_partitions_hand_on_every_block_and_never_wait_for_ever(seed: int) -> No
 
     stored = sorted(entry[2] for entry in log if entry[0] == "store")
     firsts = [row * cfg.rows + piece for row in range(tiles) for piece in range(0, cfg.rows, config.PIECE)]
-    assert stored == [(b, h, first) for b in range(batch) for h in range(problem.heads) for first in firsts]
+    assert stored == [(b, h, first, 0) for b in range(batch) for h in range(problem.heads) for first in firsts]
     taken = defaultdict(list)
-    for _, _, (b, h, first), (k_b, k_h, j0), masked in (entry for entry in log if entry[0] == "block"):
+    for _, _, (b, h, first), (k_b, k_h, j0), masked, _, keys in (entry for entry in log if entry[0] == "block"):
         assert (k_b, k_h) == (b, h // group)
-        taken[b, h, first].append((j0, masked))
+        taken[b, h, first].append((j0, masked, keys))
     seen = band.dense(q_len, k_len)
     for (_, _, first), blocks in taken.items():
-        assert [j0 for j0, _ in blocks] == sorted({j0 for j0, _ in blocks}, reverse=True)
-        unmasked = dict(blocks)
+        assert [j0 for j0, _, _ in blocks] == sorted({j0 for j0, _, _ in blocks}, reverse=True)
+        unmasked = {j0: masked for j0, masked, _ in blocks}
+        sides = {j0: keys for j0, _, keys in blocks}
         rows = seen[first : first + config.PIECE]
         for j0 in range(0, k_len, cfg.keys):
             part = rows[:, j0 : j0 + cfg.keys]
             assert j0 in unmasked or not part.any()
+            assert not part[:, sides.get(j0, 0) :].any()
             assert unmasked.get(j0, True) or (part.all() and j0 + cfg.keys <= k_len)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_sequences_and_block_masks_played(seed: int) -> None:
+    """Sequences of unlike lengths, packed or padded, a BlockMask, an origin: each pair is seen by whom it should be."""
+    pytest.importorskip("triton")
+    from hopper_machine import APART, NO_LISTS, Block, lists_in
+
+    from tilewise.kernels.hopper import host
+    from tilewise.kernels.tensors import FAR
+
+    r = random.Random(seed)
+    drawn = Drawn(r, r.choice((64, 96)))
+    packed, blocks, q_lens, k_lens = drawn.packed, drawn.blocks, drawn.q_lens, drawn.k_lens
+    batch, group, band, origin, problem = drawn.batch, drawn.group, drawn.band, drawn.origin, drawn.problem
+    spans_q, cu_q, cu_k, used_q, used_k = drawn.spans_q, drawn.cu_q, drawn.cu_k, drawn.used_q, drawn.used_k
+    q_len, k_len, mask, varied = drawn.q_len, drawn.k_len, drawn.mask, drawn.varied
+    diagonal = origin[2] - origin[3]
+    known = band.align == "top_left" or (not (q_lens or k_lens) and (drawn.alike or not packed))
+    if not varied:
+        diagonal += band.offset(q_len, k_len)
+    rows = 128 if blocks else r.choice((128, 192))
+    cfg = config.Config(rows, r.choice((64, 128)), r.choice((2, 3)), r.choice((1, 2)), r.random() < 0.7)
+    options = host.Options.of(problem, cfg, diagonal if known else None, origin)
+    tiles = q_len // rows + batch + 1 if packed else -(-q_len // rows)
+    total = tiles * problem.heads * (1 if packed else batch)
+    lists: tuple[Any, ...] = NO_LISTS
+    if mask is not None:
+        lists = lists_in(mask.query_major, batch, origin, origin[2:])
+    numbers = {
+        "q_len": q_len, "k_len": k_len, "diagonal": diagonal, "left": band.bounds[0], "right": band.bounds[1],
+        "heads": problem.heads, "group": group, "tiles": tiles, "together": r.choice((1, 2, 3)), "total": total,
+    }  # fmt: skip
+    programs, counter, log = min(total, r.choice((1, 2, 3, 99))), [0], []
+    for program in range(programs):
+        block = Block(
+            numbers, options, program, programs, counter, 100 * seed + program,
+            (*drawn.contents(), batch, 0 if packed else APART), lists,
+        )  # fmt: skip
+        block.run()
+        log += block.log
+    assert counter == [0]
+
+    # What is stored: each row of memory once. A consumer's blocks are those of what it stores next.
+    ends = [*spans_q, q_len - cu_q[-1]] if packed else spans_q
+    pieces = {
+        (s, h, first) for s, span in enumerate(ends) for h in range(problem.heads)
+        for at in range(0, span, rows) for first in range(at, at + rows, config.PIECE)
+    }  # fmt: skip
+    by_end = {sum(ends[: s + 1]): s for s, span in enumerate(ends) if span}
+    stored, taken, since, in_use = [], {}, defaultdict(list), {}
+    for what, consumer, *entry in log:
+        if what == "in use":
+            in_use[consumer] = entry[0]
+            continue
+        if what == "block":
+            since[consumer].append(entry)
+            continue
+        s, h, first = entry[0][:3]
+        if packed:
+            _, end, h, row, _ = entry[0]
+            s = by_end[end]
+            first = row + ends[s] - FAR
+        stored.append((s, h, first))
+        assert in_use.pop(consumer, None) == ((used_q[s] if s < batch else 0) - first if varied else None)
+        taken[s, h, first] = since.pop(consumer)
+    assert sorted(stored) == sorted(pieces)
+
+    # What each of a sequence's rows saw.
+    for s, h, first in pieces:
+        start_q, start_k = (cu_q[s], cu_k[s]) if packed else (0, 0)
+        if s == batch:
+            continue
+        n, m = used_q[s], used_k[s]
+        if first >= n or first >= ends[s]:
+            continue
+        i, j = torch.arange(first, min(first + config.PIECE, n))[:, None], torch.arange(m + 2 * cfg.keys)
+        banded, true = drawn.seen(s, h, i, j)
+        got = torch.zeros_like(true)
+        for (q_b, q_h, row), (k_b, k_h, key), masked, tile, keys in taken[s, h, first]:
+            assert q_b == k_b == (0 if packed else s)
+            assert (q_h, k_h, row) == (h, h // group, start_q + first)
+            j0 = key - start_k
+            here = slice(j0, j0 + keys)
+            part = banded[:, here] if masked else torch.ones_like(banded[:, here])
+            if tile >= 0:
+                bits = torch.from_numpy(np.unpackbits(mask.bits[tile].numpy(), axis=1, bitorder="little")).bool()
+                part = part & bits[i % 128, (origin[3] + j[here]) % 128]
+            assert not (got[:, here] & part).any()
+            got[:, here] |= part
+        assert torch.equal(got, true)
+
+
+class Drawn:
+    """Sequences of unlike lengths, packed or padded, a Band, a BlockMask, an origin, by a seed."""
+
+    def __init__(self, r: random.Random, d: int = 64) -> None:
+        self.packed, self.blocks = packed, blocks = r.choice((False, True)), r.choice((False, True))
+        self.q_lens, self.k_lens = q_lens, k_lens = r.choice((False, True)), r.choice((False, True))
+        self.batch, self.group = batch, group = r.choice((1, 2, 3)), r.choice((1, 2))
+        self.alike = packed and r.random() < 0.5
+        self.varied = packed or q_lens or k_lens
+        self.spans_q = spans_q = self.spans(r)
+        self.spans_k = spans_k = spans_q if self.alike else self.spans(r)
+        self.cu_q, self.cu_k = ([sum(spans[:n]) for n in range(batch + 1)] for spans in (spans_q, spans_k))
+        self.q_len = self.cu_q[-1] + 5 if packed else spans_q[0]
+        self.k_len = self.cu_k[-1] + r.choice((0, 70)) if packed else spans_k[0]
+        self.used_q, self.used_k = (
+            [r.randint(0, n) for n in spans] if lens else spans
+            for lens, spans in ((q_lens, spans_q), (k_lens, spans_k))
+        )  # fmt: skip
+        self.band = r.choice((
+            FULL, FULL, causal, causal, Band(None, r.randint(-9, 300)), Band(r.randint(0, 300), None),
+            Band(None, 0, "top_left"), Band(r.randint(0, 300), r.randint(-5, 9)), Band(-5, 3),
+        ))  # fmt: skip
+        self.origin = origin = (1, 1, 128, 256) if blocks and r.random() < 0.3 else (0, 0, 0, 0)
+        self.problem = problem_of(
+            d, band=self.band, q_len=max(self.q_len, 1), k_len=max(self.k_len, 1), heads=2 * group, kv_heads=2,
+            batch=batch, blocks=blocks, layout=Layout.PACKED if packed else Layout.DENSE, q_lens=q_lens, k_lens=k_lens,
+        )  # fmt: skip
+        self.mask = mask_of(r, batch + origin[0], 2 * group + origin[1], origin) if blocks else None
+
+    def spans(self, r: random.Random) -> list[int]:
+        lengths = (0, 1, 33, 64, 65, 127, 128, 129, 200, 300)
+        return [r.choice(lengths) for _ in range(self.batch)] if self.packed else [r.choice(lengths[1:])] * self.batch
+
+    def contents(self) -> list[Any]:
+        """Pointers to cu_seqlens and lengths."""
+        from hopper_machine import Pointer
+
+        given = (
+            (self.packed, self.cu_q),
+            (self.packed, self.cu_k),
+            (self.q_lens, self.used_q),
+            (self.k_lens, self.used_k),
+        )
+        return [Pointer(x) if there else None for there, x in given]
+
+    def seen(self, s: int, h: int, i: torch.Tensor, j: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pairs that sequence s, head h shows: by its Band and its keys' end, and by its BlockMask, too."""
+        n, m, origin = self.used_q[s], self.used_k[s], self.origin
+        banded = self.band.visible(i, j, origin[2] - origin[3] + self.band.offset(n, m)) & (j < m)
+        if self.mask is None:
+            return banded, banded
+        dense = self.mask.to_dense()
+        dense = dense[min(origin[0] + s, self.mask.batch - 1), min(origin[1] + h, self.mask.heads - 1)]
+        padded = torch.zeros(2048, 2048, dtype=torch.bool)
+        padded[: dense.shape[0], : dense.shape[1]] = dense
+        return banded, banded & padded[origin[2] + i, origin[3] + j]
+
+
+def mask_of(r: random.Random, batch: int, heads: int, origin: tuple[int, ...]) -> tilewise.BlockMask:
+    """A BlockMask of EMPTY, MIXED and FULL tiles, for sequences of up to 300 tokens from the origin on."""
+    make = torch.Generator().manual_seed(r.randrange(2**31))
+    sides = (r.choice((1, batch)), r.choice((1, heads)), 300 + origin[2], 300 + origin[3])
+    kind = torch.rand((*sides[:2], *(-(-n // 128) for n in sides[2:])), generator=make)
+    kind = kind.repeat_interleave(128, 2).repeat_interleave(128, 3)[..., : sides[2], : sides[3]]
+    return tilewise.BlockMask.from_dense((kind > 0.7) | ((torch.rand(sides, generator=make) < 0.5) & (kind > 0.3)))

@@ -2,6 +2,8 @@
 
 A backend is a module with three names: `why_not(problem)`, `forward(...)`, `backward(...)`. They are tried fastest
 first and imported only when asked. Nothing falls back silently: a backend that is named and cannot, raises its reason.
+One that leaves the backward of what it takes to another says so by a fourth name, `backward_elsewhere(problem)`: None,
+or whose it is, and why.
 """
 
 from __future__ import annotations
@@ -61,6 +63,12 @@ def explain(problem: Problem) -> str:
         if reason is not None:
             lines.append(f"  {name}: {reason}")
         else:
-            lines.append(f"  {name}: {'able, but slower' if chosen else 'chosen'}")
+            lines.append(f"  {name}: {'able, but slower' if chosen else f'chosen{_whose_backward(name, problem)}'}")
             chosen = True
     return "\n".join(lines)
+
+
+def _whose_backward(name: str, problem: Problem) -> str:
+    elsewhere = getattr(backend(name), "backward_elsewhere", None)
+    found = elsewhere and elsewhere(problem)
+    return f"; its backward is {found[0]}'s: {found[1]}" if found else ""

@@ -16,7 +16,7 @@ import pytest
 import stamp
 import torch
 from cases import Case
-from hopper_cases import on_hopper
+from hopper_cases import on_hopper, on_hopper_twice
 from test_torch import CASES as TRACED
 from triton_cases import PROMISED, for_triton, on_gpu
 from where import BACKEND, DEVICE, REHEARSAL, WHY_NOT, WHY_NOT_HOPPER, set_up
@@ -54,7 +54,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     chosen = {name: cases[name] for item in session.items if (name := _case_of(item)) in cases}
     worker = ThreadPoolExecutor(1)  # one pool after the other
     at_work["compiled"] = worker.submit(_judge, {} if REHEARSAL else promised, frozenset(promised))
-    at_work["verdicts"] = worker.submit(_judge, chosen, frozenset())
+    at_work["verdicts"] = worker.submit(_judge, chosen, on_hopper_twice() & chosen.keys())
 
 
 def _case_of(item: pytest.Item) -> str:

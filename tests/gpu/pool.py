@@ -13,6 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 from cases import Case
@@ -30,12 +31,12 @@ class Verdict:
     seconds: float = 0.0  # with compiling, in the first case of a specialisation
 
 
-def check(case: Case, backend: str) -> None:
-    """AssertionError if a result is over its budget, and whatever a backend may raise."""
+def check(case: Case, backend: str, **changes: Any) -> None:
+    """AssertionError if a result is over its budget, and whatever a backend may raise. changes: more options."""
     inputs = moved(case.build())
     with tilewise.checked():
         with poisoned_memory():
-            got = case.run(backend, inputs)
+            got = case.run(backend, inputs, **changes)
         assert_close(got, **inputs)
 
 
@@ -99,7 +100,7 @@ def _fault(case: Case, twice: bool, backend: str) -> str:
     try:
         check(case, backend)
         if twice:
-            case.run(backend, moved(case.build()), deterministic=True)
+            check(case, backend, deterministic=True)
     except AssertionError as error:
         return f"{case}\n{error}"
     except Exception:  # what it raises is what is asked here

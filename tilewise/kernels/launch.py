@@ -510,9 +510,10 @@ def _unwritten(listing: str) -> set[int]:
     for name, text in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*) +([^;]*);", listing):
         first, _, others = text.partition(",")
         target = re.fullmatch(r"UR(\d+)", first.strip())
-        # A wgmma's operand names four registers; the descriptor of the matrix that is always in memory is in the last two.
-        reads = {int(n) + 2 for n in re.findall(r"gdesc\[UR(\d+)\]", text)}
-        reads |= {n + 1 for n in reads}
+        # A descriptor takes two registers. A wgmma's operand names four: that of the matrix that is always in memory is in
+        # the last two.
+        of_two = {int(n) + 2 * ("GMMA" in name) for n in re.findall(r"gdesc\[UR(\d+)\]", text)}
+        reads = of_two | {n + 1 for n in of_two}
         plain = re.sub(r"gdesc\[UR\d+\]", "", others if target else text)
         reads |= {int(n) for n in re.findall(r"\bUR(\d+)\b", plain)}
         missing |= reads - written

@@ -1,4 +1,4 @@
-"""The backend "hopper": the forward in Gluon on sm90; the backward is the Triton backend's until it has its own."""
+"""The backend "hopper": forward and backward in Gluon on sm90."""
 
 from __future__ import annotations
 
@@ -33,9 +33,6 @@ def why_not(problem: Problem) -> str | None:
 def _options_without(problem: Problem) -> str | None:
     """The sentence about the first option that there is no code for."""
     options = {
-        "packed sequences": problem.q_layout is Layout.PACKED or problem.k_layout is Layout.PACKED,
-        "lengths": problem.q_lens or problem.k_lens,
-        "a block mask": problem.mask == "blocks",
         "a boolean mask": problem.mask == "bool",
         "a bias": problem.bias is not None,
         "ALiBi": problem.alibi,
@@ -52,8 +49,26 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tupl
 def backward(
     problem: Problem, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, aux: Aux
 ) -> Grads:
-    """The gradients of everything that was given, by the Triton backend."""
-    return triton_backend.backward(problem, do, dlse, q, k, v, o, lse, aux)
+    """The gradients of everything that was given."""
+    if backward_elsewhere(problem):
+        return triton_backend.backward(problem, do, dlse, q, k, v, o, lse, aux)
+    return _backward_host().backward(problem, do, dlse, q, k, v, o, lse, aux)
+
+
+@lru_cache(maxsize=512)
+def backward_elsewhere(problem: Problem) -> tuple[str, str] | None:
+    """None, or whose the backward of a problem that this backend takes is, and why."""
+    varied = problem.q_layout is Layout.PACKED or problem.q_lens or problem.k_lens
+    if config.is_split(problem):
+        if varied:
+            return "triton", f"it takes sequences of one length at head sizes over {max(config.BACKWARD)}"
+        if problem.mask == "blocks":
+            return "triton", f"it takes no block mask at head sizes over {max(config.BACKWARD)}"
+    if problem.mask == "blocks" and problem.deterministic:
+        return "triton", "it takes no block mask where it is to be deterministic"
+    if 0 in (*problem.o_shape, *problem.k_shape):  # TMA knows no empty tensors
+        return "triton", "there is nothing to add up"
+    return None
 
 
 @cache
@@ -62,3 +77,10 @@ def _host() -> ModuleType:
     from . import host
 
     return host
+
+
+@cache
+def _backward_host() -> ModuleType:
+    from . import backward_host
+
+    return backward_host

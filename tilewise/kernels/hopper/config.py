@@ -1,16 +1,17 @@
-"""Tiles of the Hopper forward: a table by head size and mask, and the evidence for each row."""
+"""Tiles of the Hopper kernels: a table by head size and length, and the evidence for each row."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...problem import Problem
+from ...problem import Layout, Problem
 
 PIECE = 64  # rows of a consumer warpgroup
-WIDTHS = (64, 128, 256)  # columns of a tile: heads of another size are filled up with zeros by TMA
-KINDS = ("full", "banded", "banded long")
-LONG = 2048  # keys from which a Band counts as long
+WIDTHS = (64, 96, 128, 192, 256)  # columns of a tile: heads of another size are filled up with zeros by TMA
+KINDS = ("short", "long")
+LONG = 2048  # keys from which a problem is
 SHARED = 227 * 1024  # bytes that a block may take on sm90
+BARRIERS = 1280  # more bytes than barriers and numbers take
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class Config:
 
     queries: how many tiles of Q are: 1, whose place O takes before the next one, or 2, and O has a place of its own.
     half: a first block of which at most half is seen is taken as half a block.
+    q_in_registers: a consumer's piece of Q goes there once, and its place is free for the next tile's.
     """
 
     rows: int
@@ -26,10 +28,22 @@ class Config:
     stages: int
     queries: int
     half: bool = False
+    q_in_registers: bool = False
 
     @property
     def consumers(self) -> int:
         return self.rows // PIECE
+
+    def o_in_q(self, wide: int, v_wide: int) -> bool:
+        """O is stored through Q's place, or the first parts of it. With room for its own the next Q need not wait for it."""
+        own = 2 * self.rows * v_wide
+        crowded = self.bytes_loaded(wide, v_wide) + own + BARRIERS > SHARED
+        first_parts = wide & -(v_wide & -v_wide) == v_wide
+        return crowded and first_parts and self.queries == 1 and not self.q_in_registers
+
+    def bytes_loaded(self, wide: int, v_wide: int) -> int:
+        """Shared memory of Q, K and V."""
+        return 2 * (self.rows * wide * self.queries + self.stages * self.keys * (wide + v_wide))
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -39,56 +53,179 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """By kind of mask."""
+    """By kind of problem."""
 
-    full: Config
-    banded: Config
+    long: Config
     evidence: str
-    long: Config | None = None  # instead of banded, from LONG keys on
+    short: Config | None = None  # if another
 
     def config(self, kind: str) -> Config:
         """The Config of one of KINDS."""
-        if kind == "full":
-            return self.full
-        return self.banded if kind == "banded" or self.long is None else self.long
+        return self.short if kind == "short" and self.short is not None else self.long
 
 
-# TFLOP/s on an H200, bf16, 16k tokens, Triton 3.6, 2026-11-30, five interleaved rounds; on another host than the run of
-# bench/results/h200.csv (python -m bench.gpu --only "hopper forward"), which is up to 10 % slower on long rows. In a study
-# that these kernels come from blocks of 64 keys with 128 columns reached 550, and without P V in flight during the softmax
-# 619 of 672 were left; it chose the tiles.
-TABLE: dict[int, Row] = {
-    64: Row(
-        Config(192, 128, 2, 2), Config(128, 128, 2, 2, half=True),
-        "full 526 at 2k, 571 at 16k; causal 429, 560. 128 rows at 2k: 465, 403; with a Band at 1k: 332, 192 rows 320",
-        long=Config(192, 128, 2, 2, half=True),
+# TFLOP/s on an H200, bf16, 16k tokens, Triton 3.6, 2026-11-30, five interleaved rounds of kernels alone. In a study that
+# these kernels come from blocks of 64 keys with 128 columns reached 550, and without P V in flight during the softmax 619 of
+# 672 were left; it chose the tiles.
+TABLE: dict[tuple[int, int], Row] = {
+    (64, 64): Row(
+        Config(192, 128, 2, 2, half=True),
+        "full 529 at 2k, 557 at 16k; causal 439, 540. 128 rows: 473, 466; 410, 462; with whole blocks only causal 432, 527."
+        " Short: full 411 at 512, 452 at 1k, causal 242, 341; 192 rows 395, 454, 213, 323; Q in shared memory 384, 433, 234, 334",
+        short=Config(128, 128, 3, 1, half=True, q_in_registers=True),
     ),
-    128: Row(
-        Config(128, 128, 2, 2), Config(128, 128, 2, 2, half=True), "full 696 at 2k, 742 at 16k; causal 572, 701"
+    (96, 96): Row(
+        Config(128, 128, 2, 1, half=True, q_in_registers=True),
+        "full 528 at 1k, 582 at 4k, 553 at 16k; causal 393, 546, 569. As 128 columns: 505, 540, 548; 386, 527, 561. Three stages:"
+        " 531, 554, 557; 402, 551, 564. 192 rows and 64 keys: 470, 557, 575; 362, 544, 576",
     ),
-    256: Row(Config(128, 64, 2, 1), Config(128, 64, 2, 1), "full 751 at 2k, 821 at 16k; causal 588, 805"),
+    (128, 128): Row(
+        Config(128, 128, 2, 1, half=True, q_in_registers=True),
+        "full 557 at 512, 712 at 2k, 695 at 16k; causal 350, 617, 700. Two tiles of Q in shared memory: full 554, 702, 686; causal"
+        " 343, 606, 693; those with whole blocks only causal 348, 607, 690",
+    ),
+    (192, 128): Row(
+        Config(128, 128, 2, 1, half=True),
+        "full 621 at 1k, 754 at 4k, 746 at 16k; causal 453, 696, 779. K as 256 columns: 540, 621, 590; 433, 595, 638. 64 keys and"
+        " three stages: 593, 691, 673; 458, 642, 626",
+    ),
+    (192, 192): Row(
+        Config(128, 64, 2, 1),
+        "full 648 at 1k, 739 at 4k, 747 at 16k; causal 494, 695, 724. Three stages: 624, 729, 744; 474, 685, 749. As 256 columns:"
+        " 541, 630, 627; 425, 525, 548",
+    ),
+    (256, 256): Row(
+        Config(128, 64, 2, 1), "full 751 at 2k, 821 at 16k (another host); causal 654, 781",
+    ),
 }  # fmt: skip
 
 
-def width(size: int) -> int:
+def width(size: int, widths: tuple[int, ...] = WIDTHS) -> int:
     """The columns of a tile of heads of this size."""
-    return next(wide for wide in WIDTHS if size <= wide)
+    return next(wide for wide in widths if size <= wide)
+
+
+def chunk(wide: int, other: int) -> int:
+    """Of a tile's columns those that a descriptor moves at once: all. If its or the others' are in parts, a divisor of each."""
+    divisors = wide & -wide, other & -other  # powers of two
+    return wide if divisors == (wide, other) else min(divisors)
 
 
 def kind_of(problem: Problem) -> str:
-    """Which of KINDS serves the problem."""
-    if problem.band.is_full:
-        return "full"
-    return "banded long" if problem.k_len >= LONG else "banded"
+    """Which of KINDS serves the problem. Of packed sequences no length is known, and a BlockMask's tiles have 128 rows."""
+    if problem.mask == "blocks":
+        return "short"
+    return "long" if problem.k_len >= LONG or problem.q_layout is Layout.PACKED else "short"
+
+
+def row_of(size: int, v_size: int) -> Row:
+    """The first one whose tiles such heads fit in."""
+    return next(row for (wide, v_wide), row in TABLE.items() if size <= wide and v_size <= v_wide)
 
 
 def choose(problem: Problem) -> Config:
     """The configuration of the forward."""
-    return TABLE[width(max(problem.qk_dim, problem.v_dim))].config(kind_of(problem))
+    return row_of(problem.qk_dim, problem.v_dim).config(kind_of(problem))
 
 
 def shared_bytes(config: Config, wide: int, v_wide: int) -> int:
-    """Bytes of shared memory that a block takes, without its barriers (less than 1 KiB)."""
-    q = config.rows * wide * config.queries
-    o = 0 if config.queries == 1 and wide == v_wide else config.rows * v_wide
-    return 2 * (q + o + config.stages * config.keys * (wide + v_wide))
+    """Bytes of shared memory that a block takes, without its barriers and numbers."""
+    o = 0 if config.o_in_q(wide, v_wide) else 2 * config.rows * v_wide
+    return config.bytes_loaded(wide, v_wide) + o
+
+
+# ---- backward, dQ by TMA ---------------------------------------------------------------------------------------------
+
+BACKWARD_WIDTHS = (64, 128, 256)
+BACKWARD_KEYS = 128  # of a tile: a piece for each of two consumers
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """A tile of 128 keys, passed by blocks of `rows` queries, of which `stages` are in shared memory, and dQ of `places`."""
+
+    rows: int
+    stages: int
+    places: int
+    evidence: str
+    registers: tuple[int, int] = (240, 24)  # of a consumer's and the producer's thread
+
+
+# By columns of the tiles, of Q, K, V and dO alike. TFLOP/s as above, of the whole backward. rows * columns is 8192: a
+# consumer's share of dQ is then (64, 64).
+BACKWARD: dict[int, Backward] = {
+    64: Backward(
+        128, 2, 2, "full 300 at 512, 496 at 4k, 503 at 16k; causal 184, 457, 514. One place for dQ: 298, 490, 499; 184, 451, 507."
+        " Consumers that add to dQ themselves: 308, 488, 491; 189, 455, 507",
+    ),
+    128: Backward(
+        64, 2, 1, "full 366 at 512, 597 at 4k, 609 at 16k; causal 227, 573, 634. Two places for dQ: 358, 583, 595; 226, 575, 626."
+        " Consumers that add to dQ themselves: 366, 593, 577; 228, 557, 584. Vector atomics, in a study, were 8 % slower",
+    ),
+}  # fmt: skip
+
+
+def backward_width(size: int) -> int:
+    """The columns of a tile of heads of this size: all in one part."""
+    return width(size, BACKWARD_WIDTHS)
+
+
+def backward_shared_bytes(config: Backward, wide: int) -> int:
+    """Bytes of shared memory that a block of the backward's main kernel takes, without its barriers (less than 1 KiB)."""
+    k_v = 2 * 2 * BACKWARD_KEYS * wide
+    queries = config.stages * config.rows * (2 * 2 * wide + 2 * 4)
+    ds = 2 * 2 * BACKWARD_KEYS * config.rows
+    dq = 4 * config.places * config.rows * wide
+    return k_v + queries + ds + dq
+
+
+# ---- backward, split in two kernels ----------------------------------------------------------------------------------
+
+BLOCKS_OF_P = 2  # in shared memory, from one consumer of dkdv_kernel to the other
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A tile of `rows` queries and one of `keys`: the one stays, in blocks of the other's size its opposite passes by.
+
+    stages, v_stages: blocks in shared memory of what passes by: of K and V, or of Q and dO.
+    """
+
+    rows: int
+    keys: int
+    stages: int
+    v_stages: int
+    registers: tuple[int, int] = (240, 24)  # of a consumer's and the producer's thread
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Of both kernels."""
+
+    dq: Kernel  # its two consumers have 64 rows each
+    dkdv: Kernel
+    evidence: str
+
+
+# TFLOP/s of the whole backward, as above, at 256 columns. With vector atomics, in a study, 0.9 of it.
+SPLIT = Split(
+    Kernel(128, 64, 2, 1), Kernel(64, 64, 2, 2), "full 354 at 512, 518 at 4k, 508 at 16k; causal 240, 494, 549"
+)  # fmt: skip
+
+
+def is_split(problem: Problem) -> bool:
+    """Whether its backward is in two kernels: the other has no registers for wide heads' dK and dV."""
+    return max(problem.qk_dim, problem.v_dim) > max(BACKWARD)
+
+
+def dq_bytes(kernel: Kernel, wide: int, v_wide: int) -> int:
+    """Bytes of shared memory that a block of dq_kernel takes, without its barriers (less than 1 KiB)."""
+    return 2 * (kernel.rows * (wide + v_wide) + kernel.keys * (kernel.stages * wide + kernel.v_stages * v_wide))
+
+
+def dkdv_bytes(kernel: Kernel, wide: int, v_wide: int) -> int:
+    """Bytes of shared memory that a block of dkdv_kernel takes, without its barriers (less than 1 KiB)."""
+    passing = kernel.rows * (kernel.stages * wide + kernel.v_stages * v_wide)
+    P = BLOCKS_OF_P * kernel.keys * kernel.rows
+    statistics = 2 * 4 * kernel.stages * kernel.rows
+    return 2 * (kernel.keys * (wide + v_wide) + passing + P) + statistics

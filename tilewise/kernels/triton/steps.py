@@ -56,8 +56,7 @@ def which_tile(batch, heads, length, cu, together, SIDE: tl.constexpr, PACKED: t
     """(sequence, head, first row of the tile) of this program.
 
     Dense: `together` heads walk their tiles side by side, so that their keys stay in L2; LAST_FIRST begins with the last
-    tiles, the long ones of a causal mask. Packed: tile t belongs to the last sequence s with cu[s] // SIDE + s <= t. What
-    lies behind the last sequence is taken for one more, `batch`, that is not in use.
+    tiles, the long ones of a causal mask.
     """
     pid = tl.program_id(0)
     if PACKED:
@@ -66,17 +65,8 @@ def which_tile(batch, heads, length, cu, together, SIDE: tl.constexpr, PACKED: t
         t = pid % tiles
         if LAST_FIRST:
             t = tiles - 1 - t
-        s = 0
-        beyond = batch + 1
-        while beyond - s > 1:
-            middle = (s + beyond) // 2
-            start = tl.minimum(tl.maximum(tl.load(cu + middle), 0), length)
-            if start // SIDE + middle <= t:
-                s = middle
-            else:
-                beyond = middle
-        first = (t - (tl.minimum(tl.maximum(tl.load(cu + s), 0), length) // SIDE + s)) * SIDE
-        return s, head, first
+        s, tile = sequence_of(t, batch, length, cu, SIDE)
+        return s, head, tile * SIDE
     else:
         tiles = (length + SIDE - 1) // SIDE
         group = pid // (tiles * together)
@@ -87,6 +77,24 @@ def which_tile(batch, heads, length, cu, together, SIDE: tl.constexpr, PACKED: t
             t = tiles - 1 - t
         bh = group * together + r % width
         return bh // heads, bh % heads, t * SIDE
+
+
+@triton.jit
+def sequence_of(t, batch, length, cu, SIDE: tl.constexpr):
+    """(sequence, tile of it) of the t-th tile of a packed head: the last sequence s with cu[s] // SIDE + s <= t.
+
+    What lies behind the last sequence is taken for one more, `batch`, that is not in use.
+    """
+    s = 0
+    beyond = batch + 1
+    while beyond - s > 1:
+        middle = (s + beyond) // 2
+        start = tl.minimum(tl.maximum(tl.load(cu + middle), 0), length)
+        if start // SIDE + middle <= t:
+            s = middle
+        else:
+            beyond = middle
+    return s, t - (tl.minimum(tl.maximum(tl.load(cu + s), 0), length) // SIDE + s)
 
 
 @triton.jit
@@ -450,7 +458,7 @@ def bias_and_mask(
                 else bits_mask(S, bits, bits_tile, j + j0, b0 + i0)
             )
     if O.EDGES:  # noqa: SIM102
-        if edge:
+        if edge or O.WIDTH >= 256:  # accumulators fill the registers there: a jump spills 940 bytes (dK, dV; d 256)
             S = band_mask(S, i, j, diagonal, left, right, k_used, O.LEFT, O.RIGHT, not O.EVEN)
     return S
 

@@ -1,0 +1,335 @@
+"""A block of the Hopper backward played on the CPU, as `hopper_machine` plays the forward.
+
+wgmma and TMA are asynchronous here too: what one reads is being read until the wait that ends it, and whoever writes
+there before that fails. Where dQ is added up in one order, a `Device` runs several of them at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+from hopper_machine import APART, NO_LISTS, Anything, Barrier, Buffers, Scheduler, _Int, _Language
+
+from tilewise import mask
+from tilewise.kernels.hopper import backward, pipeline, walk
+from tilewise.kernels.tensors import FAR
+
+CALL = (
+    "q_len", "k_len", "diagonal", "left", "right", "scale", "softcap", "heads", "group", "tiles", "together", "total",
+)  # fmt: skip
+PLACE = (
+    "first", "s", "b", "kv", "before", "q_start", "do_start", "k_start", "v_start", "dk_start", "k_span", "call",
+)  # fmt: skip
+MASK = ("query_range", "mask_free_queries", "key_range", "tile_of")
+PLAYED = {  # functions that the partitions call, as the Python that they are
+    "place_of_keys", "query_blocks", "free_queries", "load_queries", "shares_of_head", "shares_before", "block_told",
+    "add_share", "step", "turn_of", "half_of_dq", "rows_at", "clipped", "sequence_of", "extent", "clamped", "live",
+    "way", "visit",
+}  # fmt: skip
+NO_LENGTHS = (None,) * 4 + (0,) * 5
+
+
+class Memory(Anything):
+    """A buffer in shared memory, or a part of one: operations on a part see the whole."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.shape = (16, 256)  # of a share of dQ; of others nobody asks
+        self.holds: dict[Any, Any] = {}
+
+    def slice(self, start: int, _: int, dim: int) -> Any:
+        return Part(self, start)
+
+    def permute(self, _: Any) -> Any:
+        return Part(self, 0)
+
+
+class Part(Anything):
+    def __init__(self, memory: Memory, start: int) -> None:
+        self.memory, self.start = memory, start
+
+    def permute(self, _: Any) -> Any:
+        return self
+
+    def store(self, gradient: Gradient) -> None:
+        gradient.block.write(self.memory, self.start, gradient.of)
+
+
+class Gradient(Anything):
+    """P or dS of 64 keys and 64 queries: of ((b, h), keys from, queries from)."""
+
+    def __init__(self, block: BackwardBlock, of: tuple[Any, ...]) -> None:
+        self.block, self.of = block, of
+
+
+class Product(Anything):
+    """What a wgmma of these operands, and of those before it, gives."""
+
+    def __init__(self, *of: Any) -> None:
+        self.of = of
+
+
+class Device:
+    """Runs programs, `room` of them at a time, begun in ascending order; has the counts of ended turns."""
+
+    def __init__(self, seed: int, room: int) -> None:
+        self.scheduler, self.room = Scheduler(seed), room
+        self.running: dict[int, int] = {}  # by program: partitions that have not ended
+        self.ended: dict[int, int] = defaultdict(int)  # turns, by share
+        self.adding: dict[int, Any] = {}  # by share: the add that is on its way
+        self.order: dict[int, list[Any]] = defaultdict(list)  # by share: adds that are in memory
+
+    def run(self, blocks: list[BackwardBlock]) -> None:
+        partitions: dict[str, Callable[[], None]] = {}
+        for block in blocks:
+            parts = block.partitions()
+            self.running[block.program] = len(parts)
+            partitions |= {f"{block.program} {name}": self.begun(block.program, part) for name, part in parts.items()}
+        self.scheduler.run(partitions)
+        assert not self.adding
+        for block in blocks:
+            block.check_end()
+
+    def begun(self, program: int, part: Callable[[], None]) -> Callable[[], None]:
+        """The partition, once there is room for its program."""
+
+        def run() -> None:
+            before = range(program)
+            self.scheduler.until(lambda: sum(self.running[n] > 0 for n in before) < self.room)
+            part()
+            self.running[program] -= 1
+
+        return run
+
+
+class BackwardBlock:
+    """One program. Its log: ("pair", consumer, (sequence, query head), keys from, queries from, masked, bit tile, keys
+    and queries from in their sequence), which statistics came with which queries, and what it stored.
+
+    numbers: of a `walk.Call`. lengths, lists: as the kernel makes them, with Pointers.
+    """
+
+    def __init__(
+        self, numbers: tuple[Any, ...], options: Any, program: int, device: Device,
+        lengths: tuple[Any, ...] = NO_LENGTHS, lists: tuple[Any, ...] = NO_LISTS,
+    ) -> None:  # fmt: skip
+        self.O, self.program, self.device = options, program, device
+        self.call = self.call_of(*numbers)
+        self.lengths, self.lists = lengths, lists
+        self.scheduler = device.scheduler
+        self.log: list[tuple[Any, ...]] = []
+        self.in_flight: dict[str, list[tuple[Product, list[Memory]]]] = defaultdict(list)
+        self.leaving: dict[str, list[Memory]] = defaultdict(list)  # by TMA
+        self.at_barrier = self.met = 0
+        sizes = ("k", 2, 2), ("v", 2, 1), ("q", options.STAGES, 2), ("dQ", 2 * options.PLACES, 1)
+        k, v, q, dq = (self.ring(*x) for x in sizes)
+        do, rows = (Buffers([Memory(name) for _ in range(options.STAGES)]) for name in ("do", "statistics"))
+        blocks = self.ring("blocks", 4, 4)
+        self.rings = SimpleNamespace(k=k, v=v, q=q, dq=dq, do=do, statistics=rows, blocks=blocks, BYTES=3)
+        self.ds = Buffers([Memory("dS") for _ in range(4)])
+
+    def partitions(self) -> dict[str, Callable[[], None]]:
+        consume, produce, add = (self.rewired(f) for f in (backward.consumer, backward.producer, backward.adder))
+
+        def consumer(c: int) -> Callable[[], None]:
+            return lambda: consume("dk", "dv", self.ds, "bits", self.lengths, self.rings, self.call, c, self.O)
+
+        def adder(c: int) -> Callable[[], None]:
+            return lambda: add("dq", 0, self.lengths, self.rings, self.call, c, self.O)
+
+        partitions = {str(c): consumer(c) for c in (0, 1)} | {f"{c} adds": adder(c) for c in (0, 1)}
+        partitions["producer"] = lambda: produce(
+            "q", "k", "v", "do", "rows", self.lengths, self.lists, self.rings, self.call, self.O
+        )
+        return partitions
+
+    def check_end(self) -> None:
+        for ring in (self.rings.q, self.rings.dq, self.rings.blocks):
+            for full, empty in zip(ring.full, ring.empty, strict=True):
+                assert full.phase == empty.phase, "what was committed was not released"
+        assert not self.at_barrier
+        assert not any(self.in_flight.values())
+        assert not any(self.leaving.values())
+
+    def call_of(self, *numbers: Any) -> Any:
+        """A walk.Call with its own method."""
+        call = SimpleNamespace(**dict(zip(CALL, numbers, strict=True)))
+        call.with_lengths = self.rewired(walk.Call.with_lengths).__get__(call)
+        return call
+
+    def place_of(self, *fields: Any) -> Any:
+        place = SimpleNamespace(**dict(zip(PLACE, fields, strict=True)))
+        self.sequence = place.s
+        return place
+
+    def head(self, b: int, h: int) -> tuple[int, int]:
+        """(Sequence, head) of a block that lies in (b, h)."""
+        assert b == (0 if self.O.PACKED else self.sequence)
+        return self.sequence, h
+
+    def ring(self, name: str, stages: int, readers: int) -> Any:
+        ring = SimpleNamespace(
+            STAGES=stages, BYTES=1, buffers=Buffers([Memory(name) for _ in range(stages)]),
+            full=Buffers([Barrier(1) for _ in range(stages)]), empty=Buffers([Barrier(readers) for _ in range(stages)]),
+        )  # fmt: skip
+        for method in ("acquire", "commit", "expect", "load", "wait", "release"):
+            setattr(ring, method, self.rewired(getattr(pipeline.Ring, method)).__get__(ring))
+        return ring
+
+    def rewired(self, function: Any) -> Callable[..., Any]:
+        """The Python of a jitted function, with these names in place of its module's."""
+        plain = function.fn
+        names = {**plain.__globals__, **{n: getattr(mask, n) for n in MASK}}
+        language = _Language(self.program)
+        language.where = lambda condition, yes, no: yes if condition else no
+        names |= {
+            "gl": language, "mbarrier": self, "tma_load": self.tma_load, "PIECE": 64, "KEYS": 128, "LN2": 1.0,
+            "matrix": lambda memory: memory, "queries": self.queries, "begin_with": lambda row: row,
+            "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.finish, "score_gradient": self.score_gradient,
+            "put_share": self.put_share, "tma_add": self.tma_add, "await_turn": self.await_turn,
+            "end_turn": self.end_turn, "meet": self.meet, "wait_for_stores": self.wait_for_stores,
+            "store_by_tma": self.store, "fence_async_shared": lambda: None, "uniform": lambda x: x,
+            "TILE": 128, "FAR": FAR, "Place": self.place_of, "Call": self.call_of,
+            "put": self.put, "number": lambda memory, at: memory.holds[at],
+            "below": lambda list, n, tile: sum(x < tile for x in list.data[list.at :][:n]),
+        }  # fmt: skip
+        for name in PLAYED & set(plain.__code__.co_names):
+            names[name] = self.rewired(getattr(backward if hasattr(backward, name) else walk, name))
+        return FunctionType(plain.__code__, names, plain.__name__)
+
+    # ---- what stands for the device
+
+    @property
+    def me(self) -> str:
+        """The partition: "0", "0 adds", "1", "1 adds" or "producer"."""
+        return threading.current_thread().name.partition(" ")[2]
+
+    def wait(self, barrier: Barrier, parity: int) -> None:
+        self.scheduler.until(lambda: barrier.phase % 2 != parity)
+
+    def arrive(self, barrier: Barrier, count: int = 1) -> None:
+        self.scheduler.until()
+        barrier.arrive()
+
+    def expect(self, barrier: Any, size: int) -> None:
+        barrier.loads = size
+
+    def write(self, memory: Memory, key: Any, value: Any) -> None:
+        read = [of for flying in self.in_flight.values() for _, parts in flying for of in parts]
+        read += [of for leaving in self.leaving.values() for of in leaving]
+        assert all(memory is not of for of in read), f"{memory.name} is written while it is read"
+        memory.holds[key] = value
+
+    def tma_load(self, descriptor: str, at: list[int], barrier: Any, memory: Memory) -> None:
+        self.scheduler.until()
+        self.write(memory, "loaded", (descriptor, *at) if len(at) < 5 else (descriptor, *self.unclipped(at)))
+        self.write(memory, "end", None if len(at) < 5 else at[1] if self.O.PACKED else at[1] % APART)
+        barrier.loads -= 1
+        if not barrier.loads:
+            barrier.arrive()
+
+    def unclipped(self, at: list[int]) -> tuple[int, ...]:
+        """(Sequence, head, row, 0) of a place in a descriptor that clips at ends."""
+        far, end, head, row, zero = at
+        assert far == FAR
+        row += end - FAR
+        return (0, head, row, zero) if self.O.PACKED else (row // APART, head, row % APART, zero)
+
+    def put(self, memory: Memory, at: int, numbers: tuple[int, ...]) -> None:
+        self.write(memory, "told", None)
+        memory.holds |= dict(enumerate((_Int(number) for number in numbers), at))
+
+    def queries(self, rings: Any, at: int, piece: int) -> tuple[Any, ...]:
+        q, do, rows = (buffers[at] for buffers in (rings.q.buffers, rings.do, rings.statistics))
+        (q_name, b, h, i0, _), (do_name, *of_do), (name, _, bh, of_rows) = (x.holds["loaded"] for x in (q, do, rows))
+        assert (q_name, do_name, name) == ("q", "do", "rows")
+        assert (of_do, bh) == ([b, h, i0, 0], b * self.call.heads + h)
+        assert q.holds["end"] == do.holds["end"]
+        self.log.append(("queries", self.head(b, h), i0, of_rows, q.holds["end"]))
+        return Part(q, 64 * piece), Part(do, 64 * piece), Anything(), Anything()
+
+    def multiply(self, a: Any, b: Any, acc: Any, **_: Any) -> Product:
+        parts = [x if isinstance(x, Memory) else x.memory for x in (a, b) if isinstance(x, (Memory, Part))]
+        product = Product(a, b, acc)
+        self.in_flight[self.me].append((product, parts))
+        self.scheduler.until()
+        return product
+
+    def finish(self, left: int, deps: list[Any]) -> Any:
+        self.scheduler.until()
+        flying = self.in_flight[self.me]
+        self.in_flight[self.me] = flying = flying[max(0, len(flying) - left) :]
+        assert all(product is not dep for product, _ in flying for dep in deps), "it is used before it is there"
+        return deps[0] if len(deps) == 1 else deps
+
+    def score_gradient(
+        self, S: Product, dP: Product, L: Any, first: int, i0: int, masked: bool, tile: int, bits: str, in_flight: int,
+        dtype: Any, call: Any, consumer: int, options: Any,
+    ) -> Any:  # fmt: skip
+        assert (bits, consumer) == ("bits", int(self.me))
+        places = []
+        for left, product, names in ((in_flight, S, ("k", "q")), (in_flight - 1, dP, ("v", "do"))):
+            self.finish(left, [product])
+            keys, queries, _acc = product.of
+            (key_name, _b, _kv, j0, _), (name, b, h, block, _) = (
+                x.memory.holds["loaded"] if isinstance(x, Part) else x.holds["loaded"] for x in (keys, queries)
+            )
+            assert (key_name, name) == names
+            places.append((j0, block + queries.start))
+        assert places[0] == places[1]
+        head = self.head(b, h)
+        self.log.append(("pair", consumer, head, *places[0], masked, tile, first, i0))
+        dS = Gradient(self, (head, *places[0]))
+        return dS, dS
+
+    def put_share(self, dq: Product, memory: Memory) -> None:
+        blocks, keys = set(), []
+        while isinstance(dq, Product):
+            dS, k, dq = dq.of
+            *_, j0, _ = (k.memory if isinstance(k, Part) else k).holds["loaded"]
+            keys.append(j0)
+            assert len(dS.memory.holds) == self.O.ROWS // 64
+            for start, (head, first, i0) in dS.memory.holds.items():
+                assert first == j0
+                blocks.add((head, i0 - start))
+        assert sorted(keys) == [min(keys), min(keys) + 64]
+        ((head, i0),) = blocks
+        self.write(memory, "dq", (int(self.me), head, min(keys), i0))
+
+    def tma_add(self, _: str, at: list[int], memory: Memory) -> None:
+        share, add = at[0] // memory.shape[0], memory.holds["dq"]
+        if self.O.ORDERED:
+            assert share not in self.device.adding, "an add of another tile is on its way"
+            self.device.adding[share] = add
+        self.log.append(("dq", *add, share))
+        self.leaving[self.me].append(memory)
+        self.scheduler.until()
+
+    def await_turn(self, share: int, turn: int) -> None:
+        self.scheduler.until(lambda: self.device.ended[share] == turn)
+
+    def end_turn(self, share: int) -> None:
+        self.wait_for_stores()
+        self.device.order[share].append(self.device.adding.pop(share))
+        self.device.ended[share] += 1
+
+    def wait_for_stores(self) -> None:
+        self.scheduler.until()
+        self.leaving[self.me] = []
+
+    def meet(self) -> None:
+        met = self.met
+        self.at_barrier += 1
+        if self.at_barrier == 2:
+            self.at_barrier, self.met = 0, met + 1
+        self.scheduler.until(lambda: self.met > met)
+
+    def store(self, tile: Any, memory: Memory, descriptor: str, at: list[int]) -> None:
+        assert not self.in_flight[self.me]
+        self.write(memory, "result", None)
+        self.leaving[self.me].append(memory)
+        self.log.append((descriptor, *at))

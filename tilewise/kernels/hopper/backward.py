@@ -1,0 +1,655 @@
+"""FlashAttention-3's backward for Hopper: one main kernel in Gluon, and two small ones around it that only move bytes.
+
+    prepare_kernel   delta = rowsum(dO * O) - dlse and lse, as the main kernel's accumulators begin with them; zeros for dQ
+    backward_kernel  a tile of 128 keys stays, queries pass by, those of all query heads of the group:
+                     S^T = K Q^T    dP^T = V dO^T    P = 2^(S - L)    dS = P * (dP - delta)
+                     dV += P^T dO   dK += dS^T Q     dQ += dS K
+    convert_kernel   dQ from fp32, times the scale
+
+A consumer warpgroup owns 64 of the keys. S and dP are made transposed, so that P^T and dS^T lie in registers as the first
+operands of dV and dK. Only dQ sums over the keys of both consumers: dS^T goes through shared memory, and each consumer
+makes half of dQ's block, which a warp beside it (`adder`) has TMA add to an fp32 accumulator in global memory. The
+accumulator's elements lie there as they lie in registers, so that nothing is moved between threads on the way. Programs add
+in whatever order they come by; ORDERED, they take turns at it, and dQ has the same bits each time, too.
+
+Sequences that have lengths of their own: statistics and the accumulator have 128 rows or a multiple for each, so that a
+packed one begins at row 128 (cu_q[s] // 128 + s) of them; behind its last row P is 0 there.
+
+Source: FlashAttention-3 (Shah et al., 2024), section 3 and appendix B.1.
+"""
+
+# No `from __future__ import annotations`: an aggregate checks its fields against what their annotations are.
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from ... import mask as arithmetic
+from ..triton import steps as triton_steps
+from .pipeline import (
+    Ring,
+    aggregate,
+    await_turn,
+    computed,
+    end_turn,
+    matrix,
+    meet,
+    number,
+    put,
+    ring_of,
+    stacked,
+    store_by_tma,
+    tma_add,
+    tma_load,
+    uniform,
+    wait_for_stores,
+)  # fmt: skip
+from .steps import INF, LN2, bits_mask, numbers, tanh
+from .walk import PIECE, Call, extent, key_range, rows_at, sequence_of, tile_of, visit, way
+
+KEYS = gl.constexpr(128)  # of a program: a piece for each consumer
+PAD = tl.constexpr(128)  # rows: what a sequence's statistics and dQ are a multiple of
+
+query_range = gluon.jit(arithmetic.query_range)
+mask_free_queries = gluon.jit(arithmetic.mask_free_queries)
+
+
+@aggregate
+class Rings:
+    """What the producer hands the consumers. Items 0 and 1 of k and v are the consumers' pieces; they stay.
+
+    An item of q is a block of queries: Q, and in the same place of the other two dO and (-L, -delta). Of dq, which goes from
+    the consumers to their adders, item 2 n + c is consumer c's share of block n's. With a BlockMask the producer alone knows
+    which block comes: the same item of blocks tells consumers and adders (its first share of dQ, its number, its bit tile's
+    place in the pool, or -1), and after the last one (-1, 0, 0).
+    """
+
+    k: Ring
+    v: Ring
+    q: Ring
+    dq: Ring
+    do: gl.shared_memory_descriptor  # (STAGES, 1, 1, ROWS, WIDTH)
+    statistics: gl.shared_memory_descriptor  # (STAGES, 2, 1, ROWS)
+    blocks: Ring
+    BYTES: gl.constexpr  # of an item
+
+    @gluon.constexpr_function
+    def __init__(self, k, v, q, dq, do, statistics, blocks, BYTES):
+        self.k = k
+        self.v = v
+        self.q = q
+        self.dq = dq
+        self.do = do
+        self.statistics = statistics
+        self.blocks = blocks
+        self.BYTES = gl.constexpr(BYTES)
+
+
+@aggregate
+class Place:
+    """Where a program's tile of keys is, and the call as its sequence has it."""
+
+    first: gl.tensor  # of its sequence's keys; one behind its end where a program has no tile
+    s: gl.tensor  # the sequence
+    b: gl.tensor  # that, or 0 of a packed one: where in Q, K and dK it is
+    kv: gl.tensor
+    before: gl.tensor  # blocks of queries that statistics and dQ have before the sequence's
+    q_start: gl.tensor  # its first row in descriptors that clip at its end
+    do_start: gl.tensor
+    k_start: gl.tensor
+    v_start: gl.tensor
+    dk_start: gl.tensor
+    k_span: gl.tensor  # keys it has in memory
+    call: Call
+
+    @gluon.constexpr_function
+    def __init__(self, first, s, b, kv, before, q_start, do_start, k_start, v_start, dk_start, k_span, call):
+        self.first = first
+        self.s = s
+        self.b = b
+        self.kv = kv
+        self.before = before
+        self.q_start = q_start
+        self.do_start = do_start
+        self.k_start = k_start
+        self.v_start = v_start
+        self.dk_start = dk_start
+        self.k_span = k_span
+        self.call = call
+
+
+@gluon.jit
+def place_of_keys(call, lengths, O: gl.constexpr):
+    """The Place of this program. Long tiles come first: a causal mask's first ones.
+
+    Ordered, the last tiles of a head do. Tiles wait for later ones (`turn_of`), and never for a program behind their own: of
+    those at work the first waits for none. That blocks start in ascending order is what CUB's scan relies on as well.
+    More packed tiles are counted than there are: behind its sequence's end one sees no query, and stores nothing.
+    """
+    cu_q, cu_k, q_lens, k_lens, batch, q_apart, do_apart, k_apart, v_apart = lengths
+    tile, bh = tile_of(gl.program_id(0), call.tiles, call.together, call.total // call.tiles)
+    kv_heads = call.heads // call.group
+    if not O.ORDERED:
+        tile = call.tiles - 1 - tile
+    first = tile * KEYS
+    b = bh // kv_heads
+    kv = bh % kv_heads
+    if O.VARIED:
+        s = b
+        if O.PACKED:
+            s, tile = sequence_of(tile, batch, call.k_len, cu_k, KEYS)
+        q_start, _, q_len = extent(s, batch, call.q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
+        k_start, k_span, k_len = extent(s, batch, call.k_len, cu_k, k_lens, O.PACKED, O.K_LENS)
+        before = s * 0
+        dk_start = k_start
+        if O.PACKED:
+            before = (q_start // KEYS + s) * (KEYS // O.ROWS)
+        else:
+            dk_start = s * (call.k_len * kv_heads)
+        first = uniform(gl.where(tile < 0, k_span, tile * KEYS))
+        own = call.with_lengths(uniform(q_len), uniform(k_len), O)
+        return Place(
+            first, s, b, kv, before, s * q_apart + q_start, s * do_apart + q_start, s * k_apart + k_start,
+            s * v_apart + k_start, dk_start, k_span, own,
+        )  # fmt: skip
+    else:
+        none = b * 0
+        return Place(first, b, b, kv, none, none, none, none, none, none, call.k_len, call)
+
+
+@gluon.jit
+def query_blocks(first, call, ROWS: gl.constexpr):
+    """Blocks [lo, hi) of ROWS queries that see some of the keys of the tile at `first`."""
+    last = gl.minimum(first + KEYS, call.k_len)
+    lo, hi = query_range(first, last, call.left, call.right, call.diagonal, call.q_len)
+    return lo // ROWS, gl.where(hi > lo, (hi + ROWS - 1) // ROWS, lo // ROWS)
+
+
+@gluon.jit
+def free_queries(first, call):
+    """Queries [lo, hi) that see all keys of the piece at `first`. Behind the last query nothing needs a mask: P is 0 there."""
+    last = gl.minimum(first + PIECE, call.k_len)
+    lo, hi = mask_free_queries(first, last, call.left, call.right, call.diagonal, call.q_len)
+    hi = gl.where(hi == call.q_len, hi + KEYS, hi)
+    return lo, gl.where(first + PIECE > call.k_len, lo, hi)
+
+
+# ---- the producer ----------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def producer(q_desc, k_desc, v_desc, do_desc, statistics_desc, lengths, lists, rings, call, O: gl.constexpr):
+    """One warp: the tile's K and V, then block after block of each query head.
+
+    Behind a sequence's end all of them have zeros, whatever is there: 0 * NaN is not 0.
+    """
+    place = place_of_keys(call, lengths, O)
+    own = place.call
+    for c in gl.static_range(2):
+        at = place.first + PIECE * c
+        rings.k.load(c, k_desc, rows_at(place.b, place.kv, at, place.k_start, own.k_len, O.K_CLIPPED))
+        rings.v.load(c, v_desc, rows_at(place.b, place.kv, at, place.v_start, own.k_len, O.K_CLIPPED))
+    lo, hi = query_blocks(place.first, own, O.ROWS)
+    n = 0  # blocks loaded
+    for member in range(call.group):
+        h = place.kv * call.group + member
+        if O.BLOCKS:
+            head_share = shares_before(place, member, shares_of_head(call, lengths, O), call, 0)
+            blocks = way(lists, place.s, h, place.first // KEYS, lo * O.ROWS, hi * O.ROWS, O.ROWS, O.CUT)
+            for j in range(blocks[0]):
+                i0, bits = visit(blocks, j, lists, 0, O.ROWS)
+                block = i0 // O.ROWS
+                put(rings.blocks.acquire(n), 0, (head_share + 2 * block, block, bits))
+                rings.blocks.commit(n)
+                load_queries(q_desc, do_desc, statistics_desc, n, h, block, place, rings, O)
+                n += 1
+        else:
+            for block in range(lo, hi):
+                load_queries(q_desc, do_desc, statistics_desc, n, h, block, place, rings, O)
+                n += 1
+    if O.BLOCKS:
+        put(rings.blocks.acquire(n), 0, (-1, 0, 0))
+        rings.blocks.commit(n)
+
+
+@gluon.jit
+def load_queries(q_desc, do_desc, statistics_desc, n, h, block, place, rings, O: gl.constexpr):
+    """Item n of rings.q: a block of head h's queries."""
+    own = place.call
+    full = rings.q.expect(n, rings.BYTES)
+    at = n % O.STAGES
+    i0 = block * O.ROWS
+    q_at = rows_at(place.b, h, i0, place.q_start, own.q_len, O.Q_CLIPPED)
+    do_at = rows_at(place.b, h, i0, place.do_start, own.q_len, O.Q_CLIPPED)
+    tma_load(q_desc, q_at, full, rings.q.buffers.index(at))
+    padded = [0, place.b * own.heads + h, (place.before + block) * O.ROWS]
+    tma_load(statistics_desc, padded, full, rings.statistics.index(at))
+    tma_load(do_desc, do_at, full, rings.do.index(at))
+
+
+# ---- steps; tiles of scores are (keys, queries) ----------------------------------------------------------------------
+
+
+@gluon.jit
+def mask(S, first, i0, call, O: gl.constexpr):
+    """-inf where a key of the piece at `first` is not seen by a query of the piece at i0; compared as in the forward."""
+    S4 = S.reshape([PIECE, PIECE // 8, 4, 2])
+    j = first + numbers(0, S4)
+    a = numbers(1, S4)
+    lane = numbers(2, S4)
+    b = numbers(3, S4)
+    on = j - call.diagonal - i0 - 2 * lane  # the query whose diagonal key it is
+    begin = gl.where(j < call.k_len, on - call.right, PIECE)
+    seen = 8 * a + b >= begin
+    if O.LEFT:
+        seen = seen & (8 * a + b <= on + call.left)
+    S4 = gl.where(seen, S4, -INF)
+    return gl.convert_layout(S4.reshape([PIECE, PIECE]), S.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def queries(rings, at, piece: gl.constexpr):
+    """(Q, dO, -L, -delta) of a piece of the block in place `at`."""
+    q = matrix(rings.q.buffers.index(at)).slice(PIECE * piece, PIECE, dim=0)
+    do = matrix(rings.do.index(at)).slice(PIECE * piece, PIECE, dim=0)
+    layout: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16]))
+    ROWS: gl.constexpr = rings.statistics.shape[3]
+    both = rings.statistics.index(at).reshape([2 * ROWS])
+    L = both.slice(PIECE * piece, PIECE, dim=0).load(layout)
+    delta = both.slice(ROWS + PIECE * piece, PIECE, dim=0).load(layout)
+    return q, do, L, delta
+
+
+@gluon.jit
+def begin_with(row):
+    """An accumulator (keys, queries) that begins with a number for each query."""
+    zeros = gl.zeros([PIECE, PIECE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16]))
+    return gl.broadcast(row[None, :], zeros)[0]
+
+
+@gluon.jit
+def score_gradient(S, dP, L, first, i0, masked, tile, bits, IN_FLIGHT: gl.constexpr, dtype: gl.constexpr, call,
+                   C: gl.constexpr, O: gl.constexpr):  # fmt: skip
+    """(P, dS) of the scores and dP, of which IN_FLIGHT wgmmas are younger than S, and one less than dP."""
+    S = warpgroup_mma_wait(IN_FLIGHT, [S])
+    if O.SOFTCAP:
+        capped = tanh(S * (call.scale / call.softcap))
+        S = capped * call.softcap + L[None, :]
+    if O.MASKED and masked:
+        S = mask(S, first, i0, call, O)
+    if O.BLOCKS and tile >= 0:
+        S = bits_mask(S, bits, tile, i0, C)
+    P = gl.exp2(S if O.SOFTCAP else S * call.scale)
+    rounded = computed(P.to(dtype))
+    if O.SOFTCAP:
+        P *= 1.0 - capped * capped
+    dP = warpgroup_mma_wait(IN_FLIGHT - 1, [dP])
+    return rounded, (P * dP).to(dtype)
+
+
+@gluon.jit
+def half_of_dq(ds_buffers, dS_at, k_buffers, zero, C: gl.constexpr, O: gl.constexpr):
+    """dS K over all keys of the tile, a (64, 64) share of the block's dQ; asynchronous.
+
+    Of a block of 128 queries the consumer has 64, of one of 64 queries 64 of the columns.
+    """
+    dq = gl.zeros([PIECE, PIECE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16]))
+    for c in gl.static_range(2):
+        dS = ds_buffers.index(dS_at + c)
+        k = matrix(k_buffers.index(c + zero))
+        if O.ROWS == PIECE:
+            k = k.slice(PIECE * C, PIECE, dim=1)
+        else:
+            dS = dS.slice(PIECE * C, PIECE, dim=1)
+        dq = warpgroup_mma(dS.permute([1, 0]), k, dq, use_acc=c > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def put_share(dq, buffer):
+    """A share of dQ into shared memory, as it is to lie in the accumulator.
+
+    Row 16 w + 8 x + y and column 8 a + 2 z + b of it are in register (a, x, b) of lane (y, z) of warp w. So shaped, a
+    thread stores four registers side by side, and a warp 512 bytes.
+    """
+    buffer.store(dq.reshape([4, 2, 8, PIECE // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape(buffer.shape))
+    fence_async_shared()
+
+
+@gluon.jit
+def shares_of_head(call, lengths, O: gl.constexpr):
+    """How many shares a head's dQ has."""
+    SHARES: gl.constexpr = O.WIDTH // PIECE  # of 64 queries' dQ
+    tiles = (call.q_len + KEYS - 1) // KEYS
+    if O.PACKED:
+        tiles = call.q_len // KEYS + lengths[4] + 1
+    return tiles * (KEYS // PIECE * SHARES)
+
+
+@gluon.jit
+def shares_before(place, member, a_head, call, C: gl.constexpr):
+    """Where consumer C's first share of the sequence's queries is in dQ, of a head of the group; those of blocks are 2 apart."""
+    return (place.b * call.heads + place.kv * call.group + member) * a_head + C + 2 * place.before
+
+
+@gluon.jit
+def block_told(n, rings):
+    """(First share of dQ, number, its bit tile's place or -1) of block n."""
+    told = rings.blocks.wait(n)
+    share = number(told, 0)
+    block = number(told, 1)
+    tile = number(told, 2)
+    rings.blocks.release(n)
+    return share, block, tile
+
+
+# ---- the adders ------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def turn_of(first, block, call, O: gl.constexpr):
+    """How many tiles of keys add to a block's dQ before the tile at `first`, one of those that the block sees.
+
+    Those behind it. Of a causal mask the tile on the diagonal is the first, and as all tiles begin there, none has to wait.
+    """
+    i0 = block * O.ROWS
+    last = gl.minimum(i0 + O.ROWS, call.q_len)
+    _, hi = key_range(i0, last, call.left, call.right, call.diagonal, call.k_len)
+    return (hi - 1 - first) // KEYS
+
+
+@gluon.jit
+def adder(dq_desc, turns, lengths, rings, call, C: gl.constexpr, O: gl.constexpr):
+    """One warp: adds consumer C's shares to the accumulator; ordered, each when its turn has come.
+
+    turns: how many adds each share has in memory. A turn ends when its sum is there, for the next may be of another SM.
+    """
+    if O.BLOCKS:
+        n = 0  # blocks added
+        share, _, _ = block_told(n, rings)
+        while share >= 0:
+            add_share(dq_desc, n, share + C, rings, C)
+            n += 1
+            share, _, _ = block_told(n, rings)
+    else:
+        place = place_of_keys(call, lengths, O)
+        lo, hi = query_blocks(place.first, place.call, O.ROWS)
+        a_head = shares_of_head(call, lengths, O)
+        n = 0
+        for member in range(call.group):
+            head_share = shares_before(place, member, a_head, call, C)
+            for block in range(lo, hi):
+                share = head_share + 2 * block
+                if O.ORDERED:
+                    await_turn(
+                        turns + share, turn_of(place.first, block, place.call, O)
+                    )  # mostly it has come before the share
+                add_share(dq_desc, n, share, rings, C)
+                if O.ORDERED:
+                    end_turn(turns + share)
+                n += 1
+
+
+@gluon.jit
+def add_share(dq_desc, n, share, rings, C: gl.constexpr):
+    """Add consumer C's share of block n to the accumulator."""
+    buffer = rings.dq.wait(2 * n + C)
+    tma_add(dq_desc, [share * buffer.shape[0], 0], buffer)
+    wait_for_stores()
+    rings.dq.release(2 * n + C)
+
+
+# ---- the consumers ---------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def step(dk, dv, n, first, i0, free_lo, free_hi, tile, bits, rings, ds_buffers, call, C: gl.constexpr, O: gl.constexpr):
+    """(dK, dV) with block n of the queries taken in, and its dQ sent off. tile: its bits' place in the pool, or -1.
+
+    Of 128 queries both halves' S and dP are in flight from the start: the tensor cores have the second's to do during the
+    first's exponentials, and dV and dK of the first during the second's.
+    """
+    TWO: gl.constexpr = O.ROWS > PIECE
+    IN_FLIGHT: gl.constexpr = 3 if TWO else 1
+    dtype: gl.constexpr = rings.q.buffers.dtype
+    operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    zero = n >> 30  # Else wgmma's descriptors of K and V are computed before the loop, kept, and spilled.
+    k = matrix(rings.k.buffers.index(C + zero))
+    v = matrix(rings.v.buffers.index(C + zero))
+    rings.q.wait(n)
+    at = n % O.STAGES
+    dS_at = 2 * (n % 2)
+    own_dS = ds_buffers.index(dS_at + C)
+
+    q, do, L, delta = queries(rings, at, 0)
+    S = begin_with(gl.zeros_like(L) if O.SOFTCAP else L)
+    dP = begin_with(delta)
+    if TWO:
+        q2, do2, L2, delta2 = queries(rings, at, 1)
+        S2 = begin_with(gl.zeros_like(L2) if O.SOFTCAP else L2)
+        dP2 = begin_with(delta2)
+        # All set before the first wgmma: ptxas waits for that before it lets the others' registers be written.
+        S, dP, S2, dP2 = warpgroup_mma_wait(0, [S, dP, S2, dP2])
+    else:
+        S, dP = warpgroup_mma_wait(0, [S, dP])
+    S = warpgroup_mma(k, q.permute([1, 0]), S, is_async=True)
+    dP = warpgroup_mma(v, do.permute([1, 0]), dP, is_async=True)
+    if TWO:
+        S2 = warpgroup_mma(k, q2.permute([1, 0]), S2, is_async=True)
+        dP2 = warpgroup_mma(v, do2.permute([1, 0]), dP2, is_async=True)
+
+    masked = (i0 < free_lo) | (i0 + PIECE > free_hi)
+    P, dS = score_gradient(S, dP, L, first, i0, masked, tile, bits, IN_FLIGHT, dtype, call, C, O)
+    own_dS.slice(0, PIECE, dim=1).store(dS)
+    P = gl.convert_layout(P, operand)
+    dS = gl.convert_layout(dS, operand)
+    dv = warpgroup_mma(P, do, dv, is_async=True)
+    if TWO:
+        dk = warpgroup_mma(dS, q, dk, is_async=True)
+        masked = (i0 + PIECE < free_lo) | (i0 + 2 * PIECE > free_hi)
+        P2, dS2 = score_gradient(S2, dP2, L2, first, i0 + PIECE, masked, tile, bits, IN_FLIGHT, dtype, call, C, O)
+        own_dS.slice(PIECE, PIECE, dim=1).store(dS2)
+        P2 = gl.convert_layout(P2, operand)
+        dS2 = gl.convert_layout(dS2, operand)
+        dv = warpgroup_mma(P2, do2, dv, is_async=True)
+    fence_async_shared()
+    meet()  # dS of both is there; and both have read the one before the last, whose place is the next one's
+    dq = half_of_dq(ds_buffers, dS_at, rings.k.buffers, zero, C, O)
+    if TWO:
+        dk = warpgroup_mma(dS2, q2, dk, is_async=True)
+    else:
+        dk = warpgroup_mma(dS, q, dk, is_async=True)
+    dq = warpgroup_mma_wait(1, [dq])
+    put_share(dq, rings.dq.acquire(2 * n + C))
+    rings.dq.commit(2 * n + C)
+    if TWO:
+        dk, dv, P, dS, P2, dS2 = warpgroup_mma_wait(0, [dk, dv, P, dS, P2, dS2])
+    else:
+        dk, dv, P, dS = warpgroup_mma_wait(0, [dk, dv, P, dS])
+    rings.q.release(n)
+    return dk, dv
+
+
+@gluon.jit
+def consumer(dk_desc, dv_desc, ds_buffers, bits, lengths, rings, call, C: gl.constexpr, O: gl.constexpr):
+    """One warpgroup: keys [64 C, 64 C + 64) of the tile, and a half of each block's dQ. bits: a BlockMask's pool by keys."""
+    dtype: gl.constexpr = rings.q.buffers.dtype
+    WIDTH: gl.constexpr = O.WIDTH
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.WIDTH, 16])
+    place = place_of_keys(call, lengths, O)
+    own = place.call
+    first = place.first + PIECE * C
+    lo, hi = query_blocks(place.first, own, O.ROWS)
+    free_lo, free_hi = free_queries(first, own)
+    dk = gl.zeros([PIECE, WIDTH], gl.float32, layout)
+    dv = gl.zeros([PIECE, WIDTH], gl.float32, layout)
+    for c in gl.static_range(2):
+        rings.k.wait(c)
+    rings.v.wait(C)
+    n = 0  # blocks taken
+    if O.BLOCKS:
+        share, block, tile = block_told(n, rings)
+        while share >= 0:
+            dk, dv = step(dk, dv, n, first, block * O.ROWS, free_lo, free_hi, tile, bits, rings, ds_buffers, own, C, O)
+            n += 1
+            share, block, tile = block_told(n, rings)
+    else:
+        for _ in range(call.group):
+            for block in range(lo, hi):
+                dk, dv = step(
+                    dk, dv, n, first, block * O.ROWS, free_lo, free_hi, -1, bits, rings, ds_buffers, own, C, O
+                )
+                n += 1
+    at = rows_at(place.b, place.kv, first, place.dk_start, place.k_span, O.K_CLIPPED)
+    store_by_tma(dv.to(dtype), rings.v.buffers.index(C), dv_desc, at)
+    meet()  # both have read K
+    store_by_tma((dk * (call.scale * LN2)).to(dtype), rings.k.buffers.index(C), dk_desc, at)
+    wait_for_stores()
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "q_len", "k_len", "diagonal", "left", "right", "scale", "softcap", "heads", "group", "tiles", "together", "total",
+        "batch", "q_apart", "do_apart", "k_apart", "v_apart", "blocks_b", "blocks_h", "blocks_n", "blocks_m", "base", "j0",
+        "i0",
+    ]
+)  # fmt: skip
+def backward_kernel(
+    dk, dv, dq, q, k, v, do, statistics, turns, cu_q, cu_k, q_lens, k_lens, full_count, full, mixed_count, mixed,
+    mixed_bits, bits,
+    q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total, batch, q_apart, do_apart,
+    k_apart, v_apart, blocks_b, blocks_h, blocks_n, blocks_m, base, j0, i0, O: gl.constexpr,
+):  # fmt: skip
+    """TMA descriptors: dk, dv, k, v (B, Hkv, Sk, D) in blocks of 64 rows, q and do (B, Hq, Sq, D) of ROWS;
+    statistics (2, B Hq, Sq) fp32, -L and -delta; dq (shares of dQ * 16, 256) fp32, in blocks of a share.
+    turns: an int32 0 of each share, or None.
+
+    Packed: all of (1, H, T, D) and statistics (2, Hq, rows). Those of queries are `tensors.ragged` there and with q_lens, those
+    of keys there and with k_lens; q_apart ...: how many rows their sequences are apart. full_count ... bits: a BlockMask's
+    key-major lists and its pool turned, or None; blocks_*, base: as in the forward.
+    """
+    q_buffers = gl.allocate_shared_memory(q.dtype, stacked(O.STAGES, q.block_shape), q.layout)
+    do_buffers = gl.allocate_shared_memory(q.dtype, stacked(O.STAGES, do.block_shape), do.layout)
+    of_rows = gl.allocate_shared_memory(gl.float32, [O.STAGES, 2, 1, O.ROWS], statistics.layout)
+    k_buffers = gl.allocate_shared_memory(q.dtype, stacked(2, k.block_shape), k.layout)
+    v_buffers = gl.allocate_shared_memory(q.dtype, stacked(2, v.block_shape), v.layout)
+    dS_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PIECE, O.ROWS], q.dtype)
+    ds_buffers = gl.allocate_shared_memory(q.dtype, [4, PIECE, O.ROWS], dS_layout)  # two of each consumer
+    dq_buffers = gl.allocate_shared_memory(gl.float32, [2 * O.PLACES, PIECE * PIECE // 256, 256], dq.layout)
+    BYTES: gl.constexpr = 2 * O.ROWS * (2 * O.WIDTH + 4)
+    k_ring = ring_of(k_buffers, 2)
+    v_ring = ring_of(v_buffers, 1)
+    q_ring = ring_of(q_buffers, 2)
+    dq_ring = ring_of(dq_buffers, 1)
+    block_ring = q_ring
+    if O.BLOCKS:
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        block_ring = ring_of(gl.allocate_shared_memory(gl.int32, [4, 4], plain), 4)
+    rings = Rings(k_ring, v_ring, q_ring, dq_ring, do_buffers, of_rows, block_ring, BYTES)
+    fence_async_shared()
+    call = Call(q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total)
+    lengths = (cu_q, cu_k, q_lens, k_lens, batch, q_apart, do_apart, k_apart, v_apart)
+    lists = (
+        full_count, full, mixed_count, mixed, mixed_bits, batch, blocks_b, blocks_h, blocks_n, blocks_m, base, j0, i0,
+    )  # fmt: skip
+    gl.warp_specialize([
+        (consumer, (dk, dv, ds_buffers, bits, lengths, rings, call, 0, O)),
+        (consumer, (dk, dv, ds_buffers, bits, lengths, rings, call, 1, O)),
+        (producer, (q, k, v, do, statistics, lengths, lists, rings, call, O)),
+        (adder, (dq, turns, lengths, rings, call, 0, O)),
+        (adder, (dq, turns, lengths, rings, call, 1, O)),
+    ], [4, 1, 1, 1], [O.CONSUMER_REGISTERS, O.PRODUCER_REGISTERS, O.PRODUCER_REGISTERS, O.PRODUCER_REGISTERS])  # fmt: skip
+
+
+# ---- before and after ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def place_of_rows(first, bh, heads, batch, q_len, cu_q, q_lens, PACKED: tl.constexpr, Q_LENS: tl.constexpr):
+    """(number in its sequence of the padded row `first`, a multiple of 64; the sequence's first row; rows in memory and in use)."""
+    if PACKED or Q_LENS:
+        s = bh // heads
+        if PACKED:
+            s, tile = triton_steps.sequence_of(first // PAD, batch, q_len, cu_q, PAD)
+            first = tl.where(tile < 0, q_len, tile * PAD + first % PAD)
+        start, span, used = triton_steps.extent(s, batch, q_len, cu_q, q_lens, PACKED, Q_LENS)
+        return first, start, span, used
+    else:
+        return first, 0, q_len, q_len
+
+
+@triton.jit(
+    do_not_specialize=[
+        "heads", "q_len", "padded", "total", "scale", "do_b", "do_h", "do_r", "dlse_b", "dlse_h", "dlse_r", "batch",
+    ]
+)  # fmt: skip
+def prepare_kernel(
+    o, do, lse, dlse, statistics, dq, turns, cu_q, q_lens, heads, q_len, padded, total, scale, do_b, do_h, do_r, dlse_b,
+    dlse_h, dlse_r, batch,
+    DV: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, Q_LENS: tl.constexpr,
+):  # fmt: skip
+    """-L and -delta of ROWS queries, and zeros for their dQ and for its `turns`, where these are given.
+
+    o (B, Hq, Sq, DV) and lse (B, Hq, Sq), or packed (T, Hq, DV) and (Hq, T): contiguous. do's strides: in units of 8
+    elements. statistics: (2, total = B Hq, padded), L in the unit of the main kernel's scores, which `scale` makes of lse. P
+    of an empty row, and behind the last one in use, is to be 0: its L is +inf.
+    """
+    tiles = padded // ROWS
+    bh = (tl.program_id(0) // tiles).to(tl.int64)
+    first = tl.program_id(0) % tiles * ROWS
+    b = bh // heads
+    h = bh % heads
+    own, start, _, used = place_of_rows(first, bh, heads, batch, q_len, cu_q, q_lens, PACKED, Q_LENS)
+    rows = own + tl.arange(0, ROWS)
+    columns = tl.arange(0, WIDTH)[None, :]
+    inside = (rows < used)[:, None] & (columns < DV)
+    wide = rows.to(tl.int64)
+    if PACKED:
+        wide += start
+        of_o = wide * heads + h
+    else:
+        of_o = bh * q_len + wide
+    O = tl.load(o + of_o[:, None] * DV + columns, mask=inside, other=0.0)
+    DO = tl.load(do + 8 * (b * do_b + h * do_h + wide * do_r)[:, None] + columns, mask=inside, other=0.0)
+    delta = tl.sum(O.to(tl.float32) * DO.to(tl.float32), 1)
+    if dlse is not None:
+        delta -= tl.load(dlse + b * dlse_b + h * dlse_h + wide * dlse_r, mask=rows < used, other=0.0)
+    L = tl.load(lse + bh * q_len + (start + rows), mask=rows < used, other=-float("inf"))
+    at = bh * padded + (first + tl.arange(0, ROWS))
+    tl.store(statistics + at, tl.where(L == -float("inf"), L, -L * scale))
+    tl.store(statistics + total * padded.to(tl.int64) + at, -delta)
+    tl.store(dq + (bh * padded + first) * WIDTH + tl.arange(0, ROWS * WIDTH), tl.zeros((ROWS * WIDTH,), tl.float32))
+    if turns is not None:
+        SHARES: tl.constexpr = ROWS * WIDTH // (64 * 64)
+        tl.store(turns + (bh * padded + first) // ROWS * SHARES + tl.arange(0, SHARES), tl.zeros((SHARES,), tl.int32))
+
+
+@triton.jit(do_not_specialize=["q_len", "padded", "scale", "heads", "batch"])
+def convert_kernel(
+    dq, accumulator, cu_q, q_lens, q_len, padded, scale, heads, batch,
+    D: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, Q_LENS: tl.constexpr,
+):  # fmt: skip
+    """One share (`add_to_dq`) of the accumulator, times the scale, to dq (B, Hq, Sq, D) or packed (T, Hq, D), contiguous; 0
+    where rows are not in use."""
+    SIDE: tl.constexpr = 64
+    SHARES: tl.constexpr = WIDTH // SIDE
+    share = tl.program_id(0)
+    shares = padded // SIDE * SHARES  # of a head
+    bh = (share // shares).to(tl.int64)
+    share_of_head = share % shares
+    x = tl.load(accumulator + share.to(tl.int64) * (SIDE * SIDE) + tl.arange(0, SIDE * SIDE))
+    x = tl.permute(tl.reshape(x * scale, (SIDE // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+    x = tl.reshape(x, (SIDE, SIDE)).to(dq.dtype.element_ty)
+    first = share_of_head // SHARES * SIDE
+    own, start, span, used = place_of_rows(first, bh, heads, batch, q_len, cu_q, q_lens, PACKED, Q_LENS)
+    rows = own + tl.arange(0, SIDE)[:, None]
+    columns = share_of_head % SHARES * SIDE + tl.arange(0, SIDE)[None, :]
+    if PACKED or Q_LENS:
+        x = tl.where(rows < used, x, 0.0)
+    if PACKED:
+        at = (start + rows).to(tl.int64) * heads + bh
+    else:
+        at = bh * q_len + rows
+    tl.store(dq + at * D + columns, x, mask=(rows < span) & (columns < D))
