@@ -16,7 +16,7 @@ import pytest
 import stamp
 import torch
 from cases import Case
-from hopper_cases import on_hopper, on_hopper_twice
+from hopper_cases import on_hopper, on_hopper_twice, promised_names
 from test_torch import CASES as TRACED
 from triton_cases import PROMISED, for_triton, on_gpu
 from where import BACKEND, DEVICE, REHEARSAL, WHY_NOT, WHY_NOT_HOPPER, set_up
@@ -50,10 +50,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     promised = {f"promised {name}": case for name, case in PROMISED.items()}
     promised |= {f"traced {name}": for_triton(case) for name, case in TRACED.items()}
-    cases = {**on_gpu(), **({} if WHY_NOT_HOPPER else on_hopper())}
+    twice = frozenset(promised)
+    hoppers = {} if WHY_NOT_HOPPER else on_hopper()
+    promised |= {name: case for name, case in hoppers.items() if name in promised_names()}
+    twice |= on_hopper_twice() & promised.keys()
+    cases = {**on_gpu(), **hoppers}
     chosen = {name: cases[name] for item in session.items if (name := _case_of(item)) in cases}
     worker = ThreadPoolExecutor(1)  # one pool after the other
-    at_work["compiled"] = worker.submit(_judge, {} if REHEARSAL else promised, frozenset(promised))
+    at_work["compiled"] = worker.submit(_judge, {} if REHEARSAL else promised, twice)
     at_work["verdicts"] = worker.submit(_judge, chosen, on_hopper_twice() & chosen.keys())
 
 

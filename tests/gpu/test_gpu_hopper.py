@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hopper_cases import PREFIX
+from hopper_cases import CALLS, OPTIONS, PREFIX, SPANS
 from torch import Tensor
 from where import DEVICE, REHEARSAL, WHY_NOT_HOPPER, backend_of
 
@@ -17,17 +17,13 @@ from tilewise import Band, causal
 from tilewise.kernels.triton import backend as triton_backend
 from tilewise.problem import _checked
 
-pytestmark = pytest.mark.skipif(WHY_NOT_HOPPER is not None, reason=str(WHY_NOT_HOPPER))
+pytestmark = [
+    pytest.mark.skipif(WHY_NOT_HOPPER is not None, reason=str(WHY_NOT_HOPPER)), pytest.mark.usefixtures("compiled"),
+]  # fmt: skip
 
 BF16, F16 = torch.bfloat16, torch.float16
 REPEATS = 2 if REHEARSAL else 1000
 Result = tuple[Tensor, Tensor]
-
-CALLS: dict[str, tuple[int, int, Band]] = {  # head size, length, Band: each kind of its kernels
-    "64": (64, 520, Band()), "64 causal": (64, 1000, causal), "64 causal, long": (64, 2304, causal),
-    "128": (128, 512, Band()), "128 causal": (128, 1024, causal), "128 window": (128, 777, Band(300, 5)),
-    "256": (256, 300, Band()), "256 causal": (256, 640, causal),
-}  # fmt: skip
 
 
 def inputs(name: str, batch: int = 3, heads: int = 4) -> tuple[list[Tensor], Callable[..., Result]]:
@@ -214,12 +210,6 @@ def test_nothing_to_attend_to(q_len: int, k_len: int) -> None:
 
 
 # ---- sequences of unlike lengths, block masks ------------------------------------------------------------------------
-
-SPANS = (170, 0, 301, 4, 128, 430)  # of packed sequences; 7 tokens of none follow
-OPTIONS: dict[str, dict[str, Any]] = {  # by name: head size, Band, and which lengths are given
-    "64": {"d": 64}, "64 causal": {"d": 64, "band": causal}, "128 causal": {"d": 128, "band": causal},
-    "128 lengths": {"d": 128, "band": Band(200, 3), "lens": True}, "256 causal": {"d": 256, "band": causal},
-}  # fmt: skip
 
 
 @pytest.fixture
