@@ -262,8 +262,8 @@ class SplitOptions:
     def of(cls, problem: Problem, kernel: Kernel) -> SplitOptions:
         consumer_registers, producer_registers = kernel.registers
         return cls(
-            WIDTH=config.backward_width(problem.qk_dim), V_WIDTH=config.backward_width(problem.v_dim), ROWS=kernel.rows, KEYS=kernel.keys,
-            STAGES=kernel.stages, V_STAGES=kernel.v_stages, LEFT=problem.band.left is not None,
+            WIDTH=config.width(problem.qk_dim), V_WIDTH=config.width(problem.v_dim), ROWS=kernel.rows,
+            KEYS=kernel.keys, STAGES=kernel.stages, V_STAGES=kernel.v_stages, LEFT=problem.band.left is not None,
             MASKED=not problem.band.is_full, SOFTCAP=problem.softcap > 0,
             CONSUMER_REGISTERS=consumer_registers, PRODUCER_REGISTERS=producer_registers,
         )  # fmt: skip
@@ -283,7 +283,8 @@ def split_of(problem: Problem, origin: Origin, of_dlse: Strides | None, *of_rows
     do, q, k, v = zip((problem.o_shape, q_shape(problem), problem.k_shape, v_shape(problem)), of_rows, strict=True)
     dq, dk, dv = gradients_of(problem)
     statistics = statistics_of(problem)
-    by_query, by_key = config.SPLIT.dq, config.SPLIT.dkdv
+    row = config.split_of(problem.qk_dim, problem.v_dim)
+    by_query, by_key = row.dq, row.dkdv
     columns = (problem.qk_dim + problem.v_dim) * problem.dtype.itemsize
 
     side = by_query.keys
@@ -309,4 +310,5 @@ def split_of(problem: Problem, origin: Origin, of_dlse: Strides | None, *of_rows
 def box(problem: Problem, tensor: tuple[Any, ...], side: int) -> Box:
     """Of a tensor (shape, strides, ...), in blocks of `side` rows."""
     shape, of_rows, *_ = tensor
-    return box_of(shape, of_rows, (side, config.backward_width(shape[-1])), problem.dtype)
+    wide = config.width(shape[-1])
+    return box_of(shape, of_rows, (side, config.chunk(wide, wide)), problem.dtype)

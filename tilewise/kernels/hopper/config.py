@@ -136,7 +136,6 @@ def shared_bytes(config: Config, wide: int, v_wide: int) -> int:
 
 # ---- backward, dQ by TMA ---------------------------------------------------------------------------------------------
 
-BACKWARD_WIDTHS = (64, 128, 256)
 BACKWARD_KEYS = 128  # of a tile: a piece for each of two consumers
 
 
@@ -166,8 +165,8 @@ BACKWARD: dict[int, Backward] = {
 
 
 def backward_width(size: int) -> int:
-    """The columns of a tile of heads of this size: all in one part."""
-    return width(size, BACKWARD_WIDTHS)
+    """The columns of a tile of the fused backward, of heads of this size."""
+    return width(size, tuple(BACKWARD))
 
 
 def backward_shared_bytes(config: Backward, wide: int) -> int:
@@ -207,10 +206,24 @@ class Split:
     evidence: str
 
 
-# TFLOP/s of the whole backward, as above, at 256 columns. With vector atomics, in a study, 0.9 of it.
-SPLIT = Split(
-    Kernel(128, 64, 2, 1), Kernel(64, 64, 2, 2), "full 354 at 512, 518 at 4k, 508 at 16k; causal 240, 494, 549"
-)  # fmt: skip
+# By columns of the tiles of Q and K, and of V and dO. TFLOP/s of the whole backward, as above. With vector atomics, in a
+# study, 0.9 of it.
+SPLIT: dict[tuple[int, int], Split] = {
+    (192, 128): Split(
+        Kernel(128, 64, 3, 3), Kernel(64, 64, 3, 3), "not measured yet: as many blocks as there is room for, alike for K and V",
+    ),
+    (192, 192): Split(
+        Kernel(128, 64, 3, 2), Kernel(64, 64, 3, 3), "not measured yet: as many blocks as there is room for",
+    ),
+    (256, 256): Split(
+        Kernel(128, 64, 2, 1), Kernel(64, 64, 2, 2), "full 354 at 512, 518 at 4k, 508 at 16k; causal 240, 494, 549",
+    ),
+}  # fmt: skip
+
+
+def split_of(size: int, v_size: int) -> Split:
+    """The first one whose tiles such heads fit in."""
+    return next(row for (wide, v_wide), row in SPLIT.items() if size <= wide and v_size <= v_wide)
 
 
 def is_split(problem: Problem) -> bool:

@@ -67,8 +67,13 @@ class Ring:
     @gluon.jit
     def parts(self, n):
         """Item n's buffers, one for each part."""
+        return self.place(n % self.STAGES)
+
+    @gluon.jit
+    def place(self, n):
+        """The n-th buffers."""
         first = (self.buffers,)
-        return [part.index(n % self.STAGES) for part in first + self.others]
+        return [part.index(n) for part in first + self.others]
 
     @gluon.jit
     def acquire(self, n):
