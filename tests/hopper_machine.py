@@ -200,7 +200,7 @@ class Block:
             name=name, STAGES=stages, BYTES=width // columns, buffers=first, others=tuple(others),
             full=Buffers([Barrier(1) for _ in range(stages)]), empty=Buffers([Barrier(readers) for _ in range(stages)]),
         )  # fmt: skip
-        for method in ("acquire", "commit", "expect", "load_parts", "parts", "wait", "release", "skip"):
+        for method in ("acquire", "commit", "expect", "load_parts", "parts", "place", "wait", "release", "skip"):
             setattr(ring, method, self.rewired(getattr(pipeline.Ring, method)).__get__(ring))
         return ring
 
