@@ -24,7 +24,7 @@ from .host import box_of, contents, lists_of, rows_apart
 PAD = 128  # rows: what the statistics of a head are a multiple of, and each tile divides
 PREPARED = 64  # queries that a program of prepare_kernel takes
 TOTAL = 11  # where a call's numbers have how many tiles there are
-SHARE = (PIECE * PIECE // 256, 256)  # of dQ, in the accumulator
+ROW = 256  # elements of dQ's accumulator
 
 
 def backward(
@@ -193,14 +193,15 @@ def launches_of(
     dq, dk, dv = gradients_of(problem)
     statistics = statistics_of(problem)
     _, heads, padded = statistics[0]
-    accumulator = memory((heads * padded * wide // SHARE[1], SHARE[1]), torch.float32)
-    turns = [memory((accumulator[0][0] // SHARE[0],), torch.int32)] if options.ORDERED else []
+    accumulator = memory((heads * padded * wide // ROW, ROW), torch.float32)
+    turns = [memory((heads * padded // cfg.rows * 2,), torch.int32)] if options.ORDERED else []
     of_do, of_q, of_k, of_v = of_rows
-    by_key, by_query = (PIECE, wide), (cfg.rows, wide)
+    chunk, columns = config.chunk(wide, wide), config.dq_columns(wide)
+    by_key, by_query = (PIECE, chunk), (cfg.rows, chunk)
     boxes = (
         box_of(*dk[:2], by_key, problem.dtype, options.K_CLIPPED),
         box_of(*dv[:2], by_key, problem.dtype, options.K_CLIPPED),
-        plain(accumulator, SHARE),
+        plain(accumulator, (PIECE * columns // ROW, ROW)),
         box_of(dq[0], of_q, by_query, problem.dtype, options.Q_CLIPPED),
         box_of(dk[0], of_k, by_key, problem.dtype, options.K_CLIPPED),
         box_of(dv[0], of_v, by_key, problem.dtype, options.K_CLIPPED),
@@ -226,9 +227,9 @@ def launches_of(
             backward_kernel, (numbers[TOTAL],), numbers, {"O": options}, 4, 1, dict(enumerate(boxes)),
         ),
         Ready(
-            convert_kernel, (accumulator[0][0] // SHARE[0],),
+            convert_kernel, (heads * padded // PIECE * (wide // columns),),
             (problem.q_len, padded, problem.scale, problem.heads, problem.batch),
-            {"D": problem.qk_dim, "WIDTH": wide, **which}, 4, 1,
+            {"D": problem.qk_dim, "WIDTH": wide, "COLUMNS": columns, **which}, 4, 1,
         ),
         (dq, dk, dv, statistics, accumulator, *turns),
     )  # fmt: skip

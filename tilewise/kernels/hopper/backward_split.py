@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ... import mask as arithmetic
 from .pipeline import Ring, aggregate, matrix, ring_of, ring_of_parts, wait_for_stores
-from .steps import INF, LN2, LOG2E, accumulator, buffers_of, mask, numbers, parts, store, tanh, wait_for, zeros
+from .steps import INF, LOG2E, accumulator, buffers_of, mask, numbers, parts, scaled, store, tanh, wait_for, zeros
 from .walk import PIECE, Call, key_range, mask_free_range, tile_of
 
 query_range = gluon.jit(arithmetic.query_range)
@@ -150,12 +150,6 @@ def mask_turned(S, first, i0, call, O: gl.constexpr):
         seen = seen & (8 * a + b <= on + call.left - i0 - 2 * lane)
     S4 = gl.where(seen, S4, -INF)
     return gl.convert_layout(S4.reshape([KEYS, ROWS]), S.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def scaled(sums, call):
-    """dQ or dK, times the scale."""
-    return [part * (call.scale * LN2) for part in sums]
 
 
 # ---- dK and dV -------------------------------------------------------------------------------------------------------

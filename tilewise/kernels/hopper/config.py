@@ -150,12 +150,15 @@ class Backward:
     registers: tuple[int, int] = (240, 24)  # of a consumer's and the producer's thread
 
 
-# By columns of the tiles, of Q, K, V and dO alike. TFLOP/s as above, of the whole backward. rows * columns is 8192: a
-# consumer's share of dQ is then (64, 64).
+# By columns of the tiles, of Q, K, V and dO alike. TFLOP/s as above, of the whole backward. rows * columns is 8192 at most: a
+# consumer's share of dQ is then (64, 64), or smaller.
 BACKWARD: dict[int, Backward] = {
     64: Backward(
         128, 2, 2, "full 300 at 512, 496 at 4k, 503 at 16k; causal 184, 457, 514. One place for dQ: 298, 490, 499; 184, 451, 507."
         " Consumers that add to dQ themselves: 308, 488, 491; 189, 455, 507",
+    ),
+    96: Backward(
+        64, 2, 1, "not measured yet: as 128 columns. There is room for three blocks and two places",
     ),
     128: Backward(
         64, 2, 1, "full 366 at 512, 597 at 4k, 609 at 16k; causal 227, 573, 634. Two places for dQ: 358, 583, 595; 226, 575, 626."
@@ -169,12 +172,17 @@ def backward_width(size: int) -> int:
     return width(size, tuple(BACKWARD))
 
 
+def dq_columns(wide: int) -> int:
+    """Of dQ those that are added and rounded at once, 64 rows of them: of each consumer's share a divisor."""
+    return min(PIECE, wide & -wide)
+
+
 def backward_shared_bytes(config: Backward, wide: int) -> int:
     """Bytes of shared memory that a block of the backward's main kernel takes, without its barriers (less than 1 KiB)."""
     k_v = 2 * 2 * BACKWARD_KEYS * wide
     queries = config.stages * config.rows * (2 * 2 * wide + 2 * 4)
     ds = 2 * 2 * BACKWARD_KEYS * config.rows
-    dq = 4 * config.places * config.rows * wide
+    dq = 4 * config.places * 2 * PIECE * PIECE  # of both consumers, as if their shares were alike
     return k_v + queries + ds + dq
 
 
