@@ -335,9 +335,9 @@ class BackwardBlock:
         ((head, i0),) = blocks
         self.write(memory, "dq", (int(self.me), head, min(keys), i0))
 
-    def tma_add(self, _: str, at: list[int], rows: tuple[Memory, int]) -> None:
-        """Rows of a share; of consumer c it is a block's c-th one, behind 64 of 64 columns."""
-        (memory, behind), c = rows, int(self.me[0])
+    def tma_add(self, _: str, at: list[int], place: Any) -> None:
+        """place: a share, or of one the rows from a number on. Of a block consumer 1's begins behind 64 rows of 64 columns."""
+        (memory, behind), c = place if isinstance(place, tuple) else (place, 0), int(self.me[0])
         block, row = divmod(at[0], self.O.ROWS * self.O.WIDTH // 256)
         assert row == 16 * c + behind
         share, add = 2 * block + c, memory.holds["dq"]

@@ -318,15 +318,15 @@ def share_of_dq(ds_buffers, dS_at, k_ring, zero, C: gl.constexpr, O: gl.constexp
     dq = gl.zeros([PIECE, COLUMNS], gl.float32, accumulator(COLUMNS))
     for c in gl.static_range(2):
         dS = ds_buffers.index(dS_at + c)
-        k = k_ring.place(c + zero)
-        if O.ROWS > PIECE:
-            dS = dS.slice(PIECE * C, PIECE, dim=1)
-            k = matrix(k[0])
-        elif len(k) > 1:
-            k = matrix(k[C])
+        k = [matrix(part) for part in k_ring.place(c + zero)]
+        if len(k) > 1:
+            k_share = k[C]
+        elif O.ROWS == PIECE:
+            k_share = k[0].slice(PIECE * C, PIECE, dim=1)
         else:
-            k = matrix(k[0]).slice(PIECE * C, PIECE, dim=1)
-        dq = warpgroup_mma(dS.permute([1, 0]), k, dq, use_acc=c > 0, is_async=True)
+            k_share = k[0]
+            dS = dS.slice(PIECE * C, PIECE, dim=1)
+        dq = warpgroup_mma(dS.permute([1, 0]), k_share, dq, use_acc=c > 0, is_async=True)
     return dq
 
 
@@ -429,10 +429,13 @@ def add_share(dq_desc, n, share, rings, C: gl.constexpr, O: gl.constexpr):
     """Add consumer C's share of block n to the accumulator, in which a block's two shares lie one behind the other."""
     SIDE: gl.constexpr = dq_desc.block_shape[0]
     buffer = rings.dq.wait(2 * n + C)
-    row = (share - C) * (O.ROWS * O.WIDTH // 512) + C * buffer.shape[0]
-    blocks = seen_as(buffer, stacked(buffer.shape[0] // SIDE, dq_desc.block_shape), dq_desc.layout)
-    for part in gl.static_range(PIECE * share_columns(C, O.ROWS, O.WIDTH) // 256 // SIDE):
-        tma_add(dq_desc, [row + SIDE * part, 0], blocks.index(part))
+    if buffer.shape[0] == SIDE:  # shares are alike
+        tma_add(dq_desc, [share * SIDE, 0], buffer)
+    else:
+        row = (share - C) * (O.ROWS * O.WIDTH // 512) + C * buffer.shape[0]
+        parts = seen_as(buffer, stacked(buffer.shape[0] // SIDE, dq_desc.block_shape), dq_desc.layout)
+        for n in gl.static_range(PIECE * share_columns(C, O.ROWS, O.WIDTH) // 256 // SIDE):
+            tma_add(dq_desc, [row + SIDE * n, 0], parts.index(n))
     wait_for_stores()
     rings.dq.release(2 * n + C)
 
@@ -514,6 +517,7 @@ def step(dk, dv, n, first, i0, free_lo, free_hi, tile, bits, rings, ds_buffers, 
 @gluon.jit
 def consumer(dk_desc, dv_desc, ds_buffers, bits, lengths, rings, call, C: gl.constexpr, O: gl.constexpr):
     """One warpgroup: keys [64 C, 64 C + 64) of the tile, and a half of each block's dQ. bits: a BlockMask's pool by keys."""
+    dtype: gl.constexpr = rings.q.buffers.dtype
     place = place_of_keys(call, lengths, O)
     own = place.call
     first = place.first + PIECE * C
@@ -539,9 +543,11 @@ def consumer(dk_desc, dv_desc, ds_buffers, bits, lengths, rings, call, C: gl.con
                 )
                 n += 1
     at = rows_at(place.b, place.kv, first, place.dk_start, place.k_span, O.K_CLIPPED)
+    dv = [part.to(dtype) for part in dv]
     store(dv, rings.v.place(C), dv_desc, at)
     meet()  # both have read K
-    store(scaled(dk, call), rings.k.place(C), dk_desc, at)
+    dk = [part.to(dtype) for part in scaled(dk, call)]
+    store(dk, rings.k.place(C), dk_desc, at)
     wait_for_stores()
 
 
