@@ -34,7 +34,7 @@ NO_LENGTHS = (None,) * 4 + (0,) * 5
 
 
 class Memory(Anything):
-    """A buffer in shared memory, of a tile the columns from `first` on; or a part of one: operations on a part see the whole."""
+    """A buffer in shared memory, of a tile's columns from `first` on. Operations on a part of it see the whole."""
 
     def __init__(self, name: str, first: int = 0) -> None:
         self.name, self.first = name, first
@@ -205,7 +205,8 @@ class BackwardBlock:
             "put_share": self.put_share, "tma_add": self.tma_add, "await_turn": self.await_turn,
             "end_turn": self.end_turn, "meet": self.meet, "wait_for_stores": self.wait_for_stores,
             "store": self.store, "zeros": lambda _: (Anything(),) * len(self.sides), "scaled": lambda sums, _: sums,
-            "accumulator": lambda _: None, "chunks_of": self.chunks_of, "seen_as": self.seen_as, "fence_async_shared": lambda: None, "uniform": lambda x: x,
+            "accumulator": lambda _: None, "chunks_of": self.chunks_of, "seen_as": self.seen_as,
+            "fence_async_shared": lambda: None, "uniform": lambda x: x,
             "TILE": 128, "FAR": FAR, "Place": self.place_of, "Call": self.call_of,
             "put": self.put, "number": lambda memory, at: memory.holds[at],
             "below": lambda list, n, tile: sum(x < tile for x in list.data[list.at :][:n]),
@@ -336,7 +337,7 @@ class BackwardBlock:
         self.write(memory, "dq", (int(self.me), head, min(keys), i0))
 
     def tma_add(self, _: str, at: list[int], place: Any) -> None:
-        """place: a share, or of one the rows from a number on. Of a block consumer 1's begins behind 64 rows of 64 columns."""
+        """place: a share, or (one, the row in it). Of a block consumer 1's begins behind 64 columns of 64 rows."""
         (memory, behind), c = place if isinstance(place, tuple) else (place, 0), int(self.me[0])
         block, row = divmod(at[0], self.O.ROWS * self.O.WIDTH // 256)
         assert row == 16 * c + behind

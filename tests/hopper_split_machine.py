@@ -125,7 +125,8 @@ class Block:
             name=name, held=held, STAGES=stages, BYTES=width, buffers=buffers, others=tuple(others),
             full=Buffers([Barrier(1) for _ in range(stages)]), empty=Buffers([Barrier(readers) for _ in range(stages)]),
         )  # fmt: skip
-        for method in ("acquire", "commit", "expect", "load", "load_parts", "parts", "place", "wait", "release", "skip"):
+        methods = "acquire", "commit", "expect", "load", "load_parts", "parts", "place", "wait", "release", "skip"
+        for method in methods:
             setattr(ring, method, self.rewired(getattr(pipeline.Ring, method)).__get__(ring))
         return ring
 

@@ -49,7 +49,9 @@ def test_it_fits_the_shared_memory_and_the_registers(which: str) -> None:
 
 SOME = [(256, 256, F16, "window"), (192, 192, BF16, "dressed"), (192, 128, BF16, "causal")]
 UNLIKE = [(192, 128), (256, 128), (128, 256), (256, 64), (96, 256)]
-EVERY = [(d, d, dtype, kind) for d in (192, 256) for dtype in (BF16, F16) for kind in ("full", "long", "window", "dressed")]
+EVERY = [
+    (d, d, dtype, kind) for d in (192, 256) for dtype in (BF16, F16) for kind in ("full", "long", "window", "dressed")
+]
 EVERY += [(d, v_dim, BF16, kind) for d, v_dim in UNLIKE for kind in ("full", "window")]
 # Bytes, without a softcap and with one, whose derivative takes as many registers as the scores.
 SPILLS = {"dq": (32, 160), "dkdv": (0, 0)}

@@ -8,7 +8,7 @@
 
 A consumer warpgroup owns 64 of the keys. S and dP are made transposed, so that P^T and dS^T lie in registers as the first
 operands of dV and dK. Only dQ sums over the keys of both consumers: dS^T goes through shared memory, and each consumer
-makes half of dQ's block, which a warp beside it (`adder`) has TMA add to an fp32 accumulator in global memory. The
+makes a share of dQ's block, which a warp beside it (`adder`) has TMA add to an fp32 accumulator in global memory. The
 accumulator's elements lie there as they lie in registers, so that nothing is moved between threads on the way. Programs add
 in whatever order they come by; ORDERED, they take turns at it, and dQ has the same bits each time, too.
 
@@ -506,7 +506,7 @@ def step(dk, dv, n, first, i0, free_lo, free_hi, tile, bits, rings, ds_buffers, 
     dq = warpgroup_mma_wait(PARTS, [dq])
     put_share(dq, rings.dq.acquire(2 * n + C))
     rings.dq.commit(2 * n + C)
-    operands = (P, dS)
+    operands: gl.tuple = (P, dS)
     if TWO:
         operands += (P2, dS2)
     sums = warpgroup_mma_wait(0, dk + dv + operands)
@@ -516,7 +516,7 @@ def step(dk, dv, n, first, i0, free_lo, free_hi, tile, bits, rings, ds_buffers, 
 
 @gluon.jit
 def consumer(dk_desc, dv_desc, ds_buffers, bits, lengths, rings, call, C: gl.constexpr, O: gl.constexpr):
-    """One warpgroup: keys [64 C, 64 C + 64) of the tile, and a half of each block's dQ. bits: a BlockMask's pool by keys."""
+    """One warpgroup: keys [64 C, 64 C + 64) of the tile, and a share of each block's dQ. bits: a BlockMask's pool by keys."""
     dtype: gl.constexpr = rings.q.buffers.dtype
     place = place_of_keys(call, lengths, O)
     own = place.call

@@ -106,8 +106,8 @@ def add_product(x, b, sums):
     for n in gl.static_range(len(b)):
         operand = gl.convert_layout(x, gl.DotOperandLayout(0, sums[n].type.layout, 2))
         found += (warpgroup_mma(operand, b[n], sums[n], is_async=True),)
-    found = warpgroup_mma_wait(0, found + (operand,))  # X's own registers are read until then.
-    return found[:-1]
+    operands = (operand,)  # X's own registers, which are read until the wait.
+    return warpgroup_mma_wait(0, found + operands)[:-1]
 
 
 @gluon.jit
@@ -447,8 +447,9 @@ def dq_kernel(
     k_buffers = buffers_of(O.STAGES, O.WIDTH, k)
     v_buffers = buffers_of(O.V_STAGES, O.V_WIDTH, v)
     rings = QueryRings(
-        ring_of_parts(q_buffers, 1), ring_of_parts(do_buffers, 1), ring_of_parts(k_buffers, 2), ring_of_parts(v_buffers, 2)
-    )
+        ring_of_parts(q_buffers, 1), ring_of_parts(do_buffers, 1), ring_of_parts(k_buffers, 2),
+        ring_of_parts(v_buffers, 2),
+    )  # fmt: skip
     fence_async_shared()
     call = Call(q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total)
     # Arguments that are compile-time constants stay that only in tuples written in the call.
