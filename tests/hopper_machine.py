@@ -25,7 +25,7 @@ CALL = (
 PLACE = ("row", "s", "b", "h", "q_start", "q_span", "k_start", "v_start", "call")
 PLAYED = {  # functions that the partitions call, as the Python that they are
     "first_step", "step", "block_at", "tell", "walk_of", "sequence_in", "load_tile", "rows_of_v", "place_of", "extent",
-    "sequence_of", "clamped", "clipped", "rows_at", "live", "way", "visit", "wait_for", "beside",
+    "sequence_of", "clamped", "clipped", "rows_at", "live", "way", "visit", "wait_for", "load_chunks", "beside",
 }  # fmt: skip
 
 

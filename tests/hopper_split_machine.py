@@ -18,7 +18,10 @@ from tilewise.kernels.hopper import backward_split as kernels
 from tilewise.kernels.hopper import config, pipeline, steps
 
 JITTED = ("key_range", "mask_free_range", "query_range", "mask_free_queries", "tile_of")
-OWN = {"key_tile", "query_blocks", "query_tile", "key_blocks", "held", "add_block", "scaled", "wait_for", "beside"}
+OWN = {
+    "key_tile", "query_blocks", "query_tile", "key_blocks", "held", "add_block", "scaled", "wait_for", "load_chunks",
+    "beside",
+}  # fmt: skip
 
 
 class Cell:
