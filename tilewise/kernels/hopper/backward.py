@@ -434,8 +434,8 @@ def add_share(dq_desc, n, share, rings, C: gl.constexpr, O: gl.constexpr):
     else:
         row = (share - C) * (O.ROWS * O.WIDTH // 512) + C * buffer.shape[0]
         parts = seen_as(buffer, stacked(buffer.shape[0] // SIDE, dq_desc.block_shape), dq_desc.layout)
-        for n in gl.static_range(PIECE * share_columns(C, O.ROWS, O.WIDTH) // 256 // SIDE):
-            tma_add(dq_desc, [row + SIDE * n, 0], parts.index(n))
+        for part in gl.static_range(PIECE * share_columns(C, O.ROWS, O.WIDTH) // 256 // SIDE):
+            tma_add(dq_desc, [row + SIDE * part, 0], parts.index(part))
     wait_for_stores()
     rings.dq.release(2 * n + C)
 
