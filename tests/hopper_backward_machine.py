@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
-from hopper_machine import APART, NO_LISTS, Anything, Barrier, Buffers, Scheduler, _Int, _Language
+from hopper_machine import APART, NO_LISTS, Anything, Barrier, Buffers, Scheduler, _Descriptor, _Int, _Language
 
 from tilewise import mask
-from tilewise.kernels.hopper import backward, pipeline, walk
+from tilewise.kernels.hopper import backward, config, pipeline, steps, walk
 from tilewise.kernels.tensors import FAR
 
 CALL = (
@@ -27,17 +27,17 @@ PLACE = (
 MASK = ("query_range", "mask_free_queries", "key_range", "tile_of")
 PLAYED = {  # functions that the partitions call, as the Python that they are
     "place_of_keys", "query_blocks", "free_queries", "load_queries", "shares_of_head", "shares_before", "block_told",
-    "add_share", "step", "turn_of", "half_of_dq", "rows_at", "clipped", "sequence_of", "extent", "clamped", "live",
-    "way", "visit",
+    "add_share", "step", "turn_of", "share_of_dq", "rows_at", "clipped", "sequence_of", "extent", "clamped", "live",
+    "way", "visit", "load_chunks", "beside", "add_turned", "add_product",
 }  # fmt: skip
 NO_LENGTHS = (None,) * 4 + (0,) * 5
 
 
 class Memory(Anything):
-    """A buffer in shared memory, or a part of one: operations on a part see the whole."""
+    """A buffer in shared memory, of a tile's columns from `first` on. Operations on a part of it see the whole."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, first: int = 0) -> None:
+        self.name, self.first = name, first
         self.shape = (16, 256)  # of a share of dQ; of others nobody asks
         self.holds: dict[Any, Any] = {}
 
@@ -125,11 +125,13 @@ class BackwardBlock:
         self.in_flight: dict[str, list[tuple[Product, list[Memory]]]] = defaultdict(list)
         self.leaving: dict[str, list[Memory]] = defaultdict(list)  # by TMA
         self.at_barrier = self.met = 0
-        sizes = ("k", 2, 2), ("v", 2, 1), ("q", options.STAGES, 2), ("dQ", 2 * options.PLACES, 1)
-        k, v, q, dq = (self.ring(*x) for x in sizes)
-        do, rows = (Buffers([Memory(name) for _ in range(options.STAGES)]) for name in ("do", "statistics"))
-        blocks = self.ring("blocks", 4, 4)
-        self.rings = SimpleNamespace(k=k, v=v, q=q, dq=dq, do=do, statistics=rows, blocks=blocks, BYTES=3)
+        self.sides, self.chunk = steps.parts(options.WIDTH), config.chunk(options.WIDTH, options.WIDTH)
+        k, v, q = (self.ring(*x, self.sides) for x in (("k", 2, 2), ("v", 2, 1), ("q", options.STAGES, 2)))
+        dq, blocks = self.ring("dQ", 2 * options.PLACES, 1), self.ring("blocks", 4, 4)
+        do = tuple(self.buffers("do", options.STAGES, self.sides))
+        (rows,) = self.buffers("statistics", options.STAGES)
+        loads = 2 * (options.WIDTH // self.chunk) + 1
+        self.rings = SimpleNamespace(k=k, v=v, q=q, dq=dq, do=do, statistics=rows, blocks=blocks, BYTES=loads)
         self.ds = Buffers([Memory("dS") for _ in range(4)])
 
     def partitions(self) -> dict[str, Callable[[], None]]:
@@ -139,11 +141,15 @@ class BackwardBlock:
             return lambda: consume("dk", "dv", self.ds, "bits", self.lengths, self.rings, self.call, c, self.O)
 
         def adder(c: int) -> Callable[[], None]:
-            return lambda: add("dq", 0, self.lengths, self.rings, self.call, c, self.O)
+            return lambda: add(accumulator, 0, self.lengths, self.rings, self.call, c, self.O)
 
+        accumulator = _Descriptor("dq", 256)
+        accumulator.block_shape = (config.dq_columns(self.O.WIDTH) // 4, 256)
+        accumulator.layout = None
+        q, k, v, do = (_Descriptor(name, self.chunk) for name in ("q", "k", "v", "do"))
         partitions = {str(c): consumer(c) for c in (0, 1)} | {f"{c} adds": adder(c) for c in (0, 1)}
         partitions["producer"] = lambda: produce(
-            "q", "k", "v", "do", "rows", self.lengths, self.lists, self.rings, self.call, self.O
+            q, k, v, do, "rows", self.lengths, self.lists, self.rings, self.call, self.O
         )
         return partitions
 
@@ -171,12 +177,18 @@ class BackwardBlock:
         assert b == (0 if self.O.PACKED else self.sequence)
         return self.sequence, h
 
-    def ring(self, name: str, stages: int, readers: int) -> Any:
+    def buffers(self, name: str, stages: int, sides: Sequence[int] = (1,)) -> Iterator[Buffers]:
+        """Of each part."""
+        for n in range(len(sides)):
+            yield Buffers([Memory(name, sum(sides[:n])) for _ in range(stages)])
+
+    def ring(self, name: str, stages: int, readers: int, sides: Sequence[int] = (1,)) -> Any:
+        first, *others = self.buffers(name, stages, sides)
         ring = SimpleNamespace(
-            STAGES=stages, BYTES=1, buffers=Buffers([Memory(name) for _ in range(stages)]),
+            STAGES=stages, BYTES=max(sum(sides) // self.chunk, 1), buffers=first, others=tuple(others),
             full=Buffers([Barrier(1) for _ in range(stages)]), empty=Buffers([Barrier(readers) for _ in range(stages)]),
         )  # fmt: skip
-        for method in ("acquire", "commit", "expect", "load", "wait", "release"):
+        for method in ("acquire", "commit", "expect", "load_parts", "parts", "place", "wait", "release"):
             setattr(ring, method, self.rewired(getattr(pipeline.Ring, method)).__get__(ring))
         return ring
 
@@ -192,13 +204,16 @@ class BackwardBlock:
             "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.finish, "score_gradient": self.score_gradient,
             "put_share": self.put_share, "tma_add": self.tma_add, "await_turn": self.await_turn,
             "end_turn": self.end_turn, "meet": self.meet, "wait_for_stores": self.wait_for_stores,
-            "store_by_tma": self.store, "fence_async_shared": lambda: None, "uniform": lambda x: x,
+            "store": self.store, "zeros": lambda _: (Anything(),) * len(self.sides), "scaled": lambda sums, _: sums,
+            "accumulator": lambda _: None, "chunks_of": self.chunks_of, "seen_as": self.seen_as,
+            "fence_async_shared": lambda: None, "uniform": lambda x: x,
             "TILE": 128, "FAR": FAR, "Place": self.place_of, "Call": self.call_of,
             "put": self.put, "number": lambda memory, at: memory.holds[at],
             "below": lambda list, n, tile: sum(x < tile for x in list.data[list.at :][:n]),
         }  # fmt: skip
         for name in PLAYED & set(plain.__code__.co_names):
-            names[name] = self.rewired(getattr(backward if hasattr(backward, name) else walk, name))
+            home = next(module for module in (backward, walk, pipeline) if hasattr(module, name))
+            names[name] = self.rewired(getattr(home, name))
         return FunctionType(plain.__code__, names, plain.__name__)
 
     # ---- what stands for the device
@@ -224,8 +239,21 @@ class BackwardBlock:
         assert all(memory is not of for of in read), f"{memory.name} is written while it is read"
         memory.holds[key] = value
 
-    def tma_load(self, descriptor: str, at: list[int], barrier: Any, memory: Memory) -> None:
+    def chunks_of(self, parts: list[Memory], _: Any) -> list[tuple[Memory, int]]:
+        sides = zip(parts, self.sides, strict=True)
+        return [(part, part.first + n) for part, side in sides for n in range(0, side, self.chunk)]
+
+    def seen_as(self, memory: Memory, shape: list[int], _: Any) -> Buffers:
+        assert shape[0] * shape[1] == memory.shape[0]
+        return Buffers([(memory, shape[1] * n) for n in range(shape[0])])
+
+    def tma_load(self, descriptor: str, at: list[int], barrier: Any, place: Any) -> None:
+        """place: a Memory, or of one a chunk and its column."""
         self.scheduler.until()
+        memory, column = place if isinstance(place, tuple) else (place, None)
+        if column is not None:
+            assert at[-1] == column
+            at = [*at[:-1], memory.first]
         self.write(memory, "loaded", (descriptor, *at) if len(at) < 5 else (descriptor, *self.unclipped(at)))
         self.write(memory, "end", None if len(at) < 5 else at[1] if self.O.PACKED else at[1] % APART)
         barrier.loads -= 1
@@ -233,24 +261,25 @@ class BackwardBlock:
             barrier.arrive()
 
     def unclipped(self, at: list[int]) -> tuple[int, ...]:
-        """(Sequence, head, row, 0) of a place in a descriptor that clips at ends."""
-        far, end, head, row, zero = at
+        """(Sequence, head, row, column) of a place in a descriptor that clips at ends."""
+        far, end, head, row, column = at
         assert far == FAR
         row += end - FAR
-        return (0, head, row, zero) if self.O.PACKED else (row // APART, head, row % APART, zero)
+        return (0, head, row, column) if self.O.PACKED else (row // APART, head, row % APART, column)
 
     def put(self, memory: Memory, at: int, numbers: tuple[int, ...]) -> None:
         self.write(memory, "told", None)
         memory.holds |= dict(enumerate((_Int(number) for number in numbers), at))
 
     def queries(self, rings: Any, at: int, piece: int) -> tuple[Any, ...]:
-        q, do, rows = (buffers[at] for buffers in (rings.q.buffers, rings.do, rings.statistics))
+        tiles = rings.q.place(at), [part.index(at) for part in rings.do]
+        (q, *_), (do, *_), rows = *tiles, rings.statistics[at]
         (q_name, b, h, i0, _), (do_name, *of_do), (name, _, bh, of_rows) = (x.holds["loaded"] for x in (q, do, rows))
         assert (q_name, do_name, name) == ("q", "do", "rows")
         assert (of_do, bh) == ([b, h, i0, 0], b * self.call.heads + h)
         assert q.holds["end"] == do.holds["end"]
         self.log.append(("queries", self.head(b, h), i0, of_rows, q.holds["end"]))
-        return Part(q, 64 * piece), Part(do, 64 * piece), Anything(), Anything()
+        return *([Part(part, 64 * piece) for part in tile] for tile in tiles), Anything(), Anything()
 
     def multiply(self, a: Any, b: Any, acc: Any, **_: Any) -> Product:
         parts = [x if isinstance(x, Memory) else x.memory for x in (a, b) if isinstance(x, (Memory, Part))]
@@ -267,20 +296,25 @@ class BackwardBlock:
         return deps[0] if len(deps) == 1 else deps
 
     def score_gradient(
-        self, S: Product, dP: Product, L: Any, first: int, i0: int, masked: bool, tile: int, bits: str, in_flight: int,
-        dtype: Any, call: Any, consumer: int, options: Any,
+        self, S: Product, dP: Product, L: Any, first: int, i0: int, masked: bool, tile: int, bits: str, parts: int,
+        in_flight: int, dtype: Any, call: Any, consumer: int, options: Any,
     ) -> Any:  # fmt: skip
         assert (bits, consumer) == ("bits", int(self.me))
         places = []
-        for left, product, names in ((in_flight, S, ("k", "q")), (in_flight - 1, dP, ("v", "do"))):
+        for left, product, names in ((in_flight, S, ("k", "q")), (in_flight - parts, dP, ("v", "do"))):
             self.finish(left, [product])
-            keys, queries, _acc = product.of
-            (key_name, _b, _kv, j0, _), (name, b, h, block, _) = (
-                x.memory.holds["loaded"] if isinstance(x, Part) else x.holds["loaded"] for x in (keys, queries)
-            )
-            assert (key_name, name) == names
-            places.append((j0, block + queries.start))
-        assert places[0] == places[1]
+            columns = []
+            while isinstance(product, Product):
+                keys, queries, product = product.of
+                (key_name, _b, _kv, j0, _), (name, b, h, block, _) = (
+                    x.memory.holds["loaded"] if isinstance(x, Part) else x.holds["loaded"] for x in (keys, queries)
+                )
+                assert (key_name, name) == names
+                assert keys.first == queries.memory.first
+                columns.append(keys.first)
+                places.append((j0, block + queries.start))
+            assert sorted(columns) == [sum(self.sides[:n]) for n in range(parts)]
+        assert len(set(places)) == 1
         head = self.head(b, h)
         self.log.append(("pair", consumer, head, *places[0], masked, tile, first, i0))
         dS = Gradient(self, (head, *places[0]))
@@ -290,7 +324,9 @@ class BackwardBlock:
         blocks, keys = set(), []
         while isinstance(dq, Product):
             dS, k, dq = dq.of
-            *_, j0, _ = (k.memory if isinstance(k, Part) else k).holds["loaded"]
+            of_k, start = (k.memory, k.start) if isinstance(k, Part) else (k, 0)
+            assert of_k.first + start == (64 * int(self.me) if self.O.ROWS == 64 else 0)
+            *_, j0, _ = of_k.holds["loaded"]
             keys.append(j0)
             assert len(dS.memory.holds) == self.O.ROWS // 64
             for start, (head, first, i0) in dS.memory.holds.items():
@@ -300,13 +336,20 @@ class BackwardBlock:
         ((head, i0),) = blocks
         self.write(memory, "dq", (int(self.me), head, min(keys), i0))
 
-    def tma_add(self, _: str, at: list[int], memory: Memory) -> None:
-        share, add = at[0] // memory.shape[0], memory.holds["dq"]
+    def tma_add(self, _: str, at: list[int], place: Any) -> None:
+        """place: a share, or (one, the row in it). Of a block consumer 1's begins behind 64 columns of 64 rows."""
+        (memory, behind), c = place if isinstance(place, tuple) else (place, 0), int(self.me[0])
+        block, row = divmod(at[0], self.O.ROWS * self.O.WIDTH // 256)
+        assert row == 16 * c + behind
+        share, add = 2 * block + c, memory.holds["dq"]
+        self.leaving[self.me].append(memory)
+        if behind:
+            self.scheduler.until()
+            return
         if self.O.ORDERED:
             assert share not in self.device.adding, "an add of another tile is on its way"
             self.device.adding[share] = add
         self.log.append(("dq", *add, share))
-        self.leaving[self.me].append(memory)
         self.scheduler.until()
 
     def await_turn(self, share: int, turn: int) -> None:
@@ -328,8 +371,10 @@ class BackwardBlock:
             self.at_barrier, self.met = 0, met + 1
         self.scheduler.until(lambda: self.met > met)
 
-    def store(self, tile: Any, memory: Memory, descriptor: str, at: list[int]) -> None:
+    def store(self, sums: Any, parts: list[Memory], descriptor: str, at: list[int]) -> None:
         assert not self.in_flight[self.me]
-        self.write(memory, "result", None)
-        self.leaving[self.me].append(memory)
+        assert len(sums) == len(parts)
+        for memory in parts:
+            self.write(memory, "result", None)
+            self.leaving[self.me].append(memory)
         self.log.append((descriptor, *at))

@@ -25,7 +25,7 @@ CALL = (
 PLACE = ("row", "s", "b", "h", "q_start", "q_span", "k_start", "v_start", "call")
 PLAYED = {  # functions that the partitions call, as the Python that they are
     "first_step", "step", "block_at", "tell", "walk_of", "sequence_in", "load_tile", "rows_of_v", "place_of", "extent",
-    "sequence_of", "clamped", "clipped", "rows_at", "live", "way", "visit", "wait_for", "beside",
+    "sequence_of", "clamped", "clipped", "rows_at", "live", "way", "visit", "wait_for", "load_chunks", "beside",
 }  # fmt: skip
 
 
@@ -200,7 +200,7 @@ class Block:
             name=name, STAGES=stages, BYTES=width // columns, buffers=first, others=tuple(others),
             full=Buffers([Barrier(1) for _ in range(stages)]), empty=Buffers([Barrier(readers) for _ in range(stages)]),
         )  # fmt: skip
-        for method in ("acquire", "commit", "expect", "load_parts", "parts", "wait", "release", "skip"):
+        for method in ("acquire", "commit", "expect", "load_parts", "parts", "place", "wait", "release", "skip"):
             setattr(ring, method, self.rewired(getattr(pipeline.Ring, method)).__get__(ring))
         return ring
 

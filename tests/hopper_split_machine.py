@@ -1,7 +1,7 @@
 """A block of `hopper.backward_split`'s kernels played on the CPU, by the scheduler of `hopper_machine`.
 
-A tile is the cell of shared memory that it lies in, a value is the set of tiles that it was made from. What a matmul
-reads must still be there when it is waited for.
+A tile is the cells of shared memory that its parts lie in, a value is the set of parts that it was made from. What a
+matmul reads must still be there when it is waited for.
 """
 
 from __future__ import annotations
@@ -11,20 +11,26 @@ from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
-from hopper_machine import Anything, Barrier, Buffers, Scheduler, _Language
+from hopper_machine import Anything, Barrier, Buffers, Scheduler, _Descriptor, _Language
 
 from tilewise import mask
 from tilewise.kernels.hopper import backward_split as kernels
-from tilewise.kernels.hopper import pipeline
+from tilewise.kernels.hopper import config, pipeline, steps
 
 JITTED = ("key_range", "mask_free_range", "query_range", "mask_free_queries", "tile_of")
-OWN = ("key_tile", "query_blocks", "query_tile", "key_blocks", "held", "add_block")
+OWN = {
+    "key_tile", "query_blocks", "query_tile", "key_blocks", "held", "add_block", "scaled", "wait_for", "load_chunks",
+    "beside",
+}  # fmt: skip
 
 
 class Cell:
-    """A buffer."""
+    """A buffer of a part: columns of a tile from `first` on, that come by chunks."""
 
     content: Any = None
+
+    def __init__(self, first: int = 0, columns: int = 1, chunk: int = 1) -> None:
+        self.first, self.columns, self.chunk = first, columns, chunk
 
     def load(self, _: Any) -> Value:
         return self.content if isinstance(self.content, Value) else Value({self.content})
@@ -68,15 +74,11 @@ class Block:
 
     def run_dkdv(self) -> None:
         options = self.options
-        sizes = {
-            "k": (1, 1),
-            "v": (1, 1),
-            "q": (options.STAGES, 2),
-            "do": (options.V_STAGES, 2),
-            "statistics": (2 * options.STAGES, 1),
-        }
-        rings = self._rings(sizes | {"p": (2, 1)})
-        names = ("k", "v", "q", "do", "statistics")
+        rings = self._rings({
+            "k": (1, 1, options.WIDTH), "v": (1, 1, options.V_WIDTH), "q": (options.STAGES, 2, options.WIDTH),
+            "do": (options.V_STAGES, 2, options.V_WIDTH), "statistics": (2 * options.STAGES, 1, 1), "p": (2, 1, 1),
+        })  # fmt: skip
+        names = self._descriptors("k", "v", "q", "do", "statistics")
         self._run(
             rings, producer=lambda: self.rewired(kernels.queries_producer)(*names, rings, self.call, options),
             probabilities=lambda: self.rewired(kernels.probabilities)("dv", rings, self.call, options),
@@ -85,20 +87,26 @@ class Block:
 
     def run_dq(self) -> None:
         options = self.options
-        rings = self._rings(
-            {"q": (2, 1), "do": (2, 1), "k": (options.STAGES, 2), "v": (options.V_STAGES, 2)}, held=("q", "do")
-        )
+        rings = self._rings({
+            "q": (2, 1, options.WIDTH), "do": (2, 1, options.V_WIDTH), "k": (options.STAGES, 2, options.WIDTH),
+            "v": (options.V_STAGES, 2, options.V_WIDTH),
+        }, held=("q", "do"))  # fmt: skip
         consume = self.rewired(kernels.queries)
 
         def consumer(c: int) -> Callable[[], None]:
             return lambda: consume("dq", *[None] * 9, rings, self.call, c, options)
 
-        names = ("q", "do", "k", "v")
+        names = self._descriptors("q", "do", "k", "v")
         produce = self.rewired(kernels.keys_producer)
         self._run(
             rings, producer=lambda: produce(*names, rings, self.call, options),
             **{f"consumer {c}": consumer(c) for c in (0, 1)},
         )  # fmt: skip
+
+    def _descriptors(self, *names: str) -> list[str]:
+        widths = {"q": self.options.WIDTH, "k": self.options.WIDTH, "statistics": 1}
+        sides = (widths.get(name, self.options.V_WIDTH) for name in names)
+        return [_Descriptor(name, config.chunk(side, side)) for name, side in zip(names, sides, strict=True)]
 
     def _run(self, rings: Any, **partitions: Callable[[], None]) -> None:
         self.scheduler.run(partitions)
@@ -107,16 +115,21 @@ class Block:
                 released = full.phase if ring.held else empty.phase
                 assert full.phase == released, f"{ring.name}: what was committed was not released"
 
-    def _rings(self, sizes: dict[str, tuple[int, int]], held: tuple[str, ...] = ()) -> Any:
+    def _rings(self, sizes: dict[str, tuple[int, int, int]], held: tuple[str, ...] = ()) -> Any:
         return SimpleNamespace(**{name: self._ring(name, *size, name in held) for name, size in sizes.items()})
 
-    def _ring(self, name: str, stages: int, readers: int, held: bool) -> Any:
-        """A pipeline.Ring with its own methods. held: its items stay to the end."""
+    def _ring(self, name: str, stages: int, readers: int, width: int, held: bool) -> Any:
+        """A pipeline.Ring with its own methods, of tiles in parts. held: its items stay to the end."""
+        sides, chunk = steps.parts(width), config.chunk(width, width)
+        buffers, *others = (
+            Buffers([Cell(sum(sides[:n]), side, chunk) for _ in range(stages)]) for n, side in enumerate(sides)
+        )
         ring = SimpleNamespace(
-            name=name, held=held, STAGES=stages, BYTES=1, buffers=Buffers([Cell() for _ in range(stages)]),
+            name=name, held=held, STAGES=stages, BYTES=width, buffers=buffers, others=tuple(others),
             full=Buffers([Barrier(1) for _ in range(stages)]), empty=Buffers([Barrier(readers) for _ in range(stages)]),
         )  # fmt: skip
-        for method in ("acquire", "commit", "expect", "load", "wait", "release", "skip"):
+        methods = "acquire", "commit", "expect", "load", "load_parts", "parts", "place", "wait", "release", "skip"
+        for method in methods:
             setattr(ring, method, self.rewired(getattr(pipeline.Ring, method)).__get__(ring))
         return ring
 
@@ -127,20 +140,22 @@ class Block:
         plain = function.fn
         gl = _Language(self.program)
         gl.exp2 = lambda x: x  # type: ignore[attr-defined]
-        gl.zeros = lambda *_: Value()  # type: ignore[attr-defined]
         names = {**plain.__globals__, **{name: getattr(mask, name) for name in JITTED}}
         names |= {
             "gl": gl, "mbarrier": self, "tma_load": self.tma_load, "PIECE": 64, "LN2": 1.0,
-            "matrix": lambda cell: cell, "product": self.product, "add_product": self.add_product,
-            "warpgroup_mma_wait": self.finish, "cap": lambda S, *_: (S, 1.0), "factor": lambda *_: 1.0,
-            "mask": self.mask, "mask_turned": self.mask, "of_queries": lambda cell, _: cell.load(None),
-            "row_statistics": self.row_statistics, "store_by_tma": self.store, "wait_for_stores": lambda: None,
+            "matrix": lambda cell: cell, "chunks_of": self.chunks_of, "accumulator": lambda _: None,
+            "zeros": lambda width: (Value(),) * len(steps.parts(width)), "product": self.product,
+            "add_product": self.add_product, "warpgroup_mma_wait": self.finish, "cap": lambda S, *_: (S, 1.0),
+            "factor": lambda *_: 1.0, "mask": self.mask, "mask_turned": self.mask,
+            "of_queries": lambda cell, _: cell.load(None), "row_statistics": self.row_statistics, "store": self.store,
+            "wait_for_stores": lambda: None,
         }  # fmt: skip
-        if plain.__module__ == kernels.__name__ and plain.__name__ not in OWN:
-            names |= {name: self.rewired(getattr(kernels, name)) for name in OWN}
-        elif plain.__name__ == "add_block":
-            names["held"] = self.rewired(kernels.held)
+        for name in OWN & set(plain.__code__.co_names):
+            names[name] = self.rewired(getattr(kernels if hasattr(kernels, name) else pipeline, name))
         return FunctionType(plain.__code__, names, plain.__name__)
+
+    def chunks_of(self, parts: list[Cell], _: Any) -> list[tuple[Cell, int]]:
+        return [(cell, cell.first + n) for cell in parts for n in range(0, cell.columns, cell.chunk)]
 
     def wait(self, barrier: Barrier, parity: int) -> None:
         self.scheduler.until(lambda: barrier.phase % 2 != parity)
@@ -150,21 +165,28 @@ class Block:
         barrier.arrive()
 
     def expect(self, barrier: Barrier, size: int) -> None:
-        assert size == 1
+        barrier.expected = size
 
-    def tma_load(self, descriptor: str, at: list[int], barrier: Barrier, cell: Cell) -> None:
+    def tma_load(self, descriptor: str, at: list[int], barrier: Barrier, place: Any) -> None:
+        """place: a cell, or of one a chunk and its column."""
         self.scheduler.until()
-        cell.content = (descriptor, *at)
-        barrier.arrive()
+        cell, column = place if isinstance(place, tuple) else (place, None)
+        assert column is None or at[-1] == column
+        cell.content = (descriptor, *at) if column is None else (descriptor, *at[:-1], cell.first)
+        barrier.expected -= cell.chunk
+        if barrier.expected == 0:
+            barrier.arrive()
 
-    def product(self, a: Cell, b: Cell) -> Value:
-        return Value((a.content, b.content), tuple((cell, cell.content) for cell in (a, b)))
+    def product(self, a: list[Cell], b: list[Cell]) -> Value:
+        return Value([cell.content for cell in (*a, *b)], tuple((cell, cell.content) for cell in (*a, *b)))
 
-    def add_product(self, x: Value, b: Cell, acc: Value) -> tuple[Value, Value]:
+    def add_product(self, x: Value, b: list[Cell], sums: tuple[Value, ...]) -> tuple[Value, ...]:
         assert not x.reads
-        assert not acc.reads
-        self.log.append((threading.current_thread().name, x.made_of | {b.content}, x.masked))
-        return Value((), ((b, b.content),)), x
+        assert len(sums) == len(b)
+        made_of = x.made_of | {cell.content for cell in b}
+        self.log.append((threading.current_thread().name, made_of, x.masked))
+        self.finish(0, [Value((), tuple((cell, cell.content) for cell in b))])
+        return sums
 
     def finish(self, _: int, values: list[Value]) -> Any:
         self.scheduler.until()
@@ -176,11 +198,13 @@ class Block:
     def mask(self, S: Value, *_: Any) -> Value:
         return Value(S.made_of, masked=True)
 
-    def row_statistics(self, do: Cell, *rest: Any) -> tuple[Value, Value]:
+    def row_statistics(self, do: list[Cell], *rest: Any) -> tuple[Value, Value]:
         *_, b, h, first, _call, _options = rest
-        assert do.content == ("do", b, h, first, 0)
+        assert [cell.content for cell in do] == [("do", b, h, first, cell.first) for cell in do]
         return Value({("lse", b, h, first)}), Value({("delta", b, h, first)})
 
-    def store(self, tile: Value, cell: Cell, descriptor: str, at: list[int]) -> None:
-        cell.content = descriptor
+    def store(self, sums: tuple[Value, ...], cells: list[Cell], descriptor: str, at: list[int]) -> None:
+        assert len(sums) == len(cells)
+        for cell in cells:
+            cell.content = descriptor
         self.stores.append((descriptor, tuple(at[:3])))

@@ -61,7 +61,7 @@ def test_explain_says_whose_the_backward_is(monkeypatch: pytest.MonkeyPatch) -> 
 def test_rows_fit_the_shared_memory_and_the_registers() -> None:
     for wide, cfg in config.BACKWARD.items():
         assert cfg.evidence
-        assert cfg.rows * wide == 2 * config.PIECE**2  # a share of dQ is (64, 64)
+        assert cfg.rows * wide <= 2 * config.PIECE**2  # a share of dQ is (64, 64), or less
         assert config.backward_shared_bytes(cfg, wide) + 1024 <= config.SHARED
         consumer, producer = cfg.registers
         assert 128 * (2 * consumer + producer) <= 65536
@@ -71,7 +71,7 @@ def test_rows_fit_the_shared_memory_and_the_registers() -> None:
 
 SOME = [  # the last: deterministic
     (64, 64, BF16, "causal", False), (64, 64, F16, "packed", True), (128, 128, BF16, "full", False),
-    (128, 128, F16, "window", True), (128, 64, BF16, "dressed", False), (128, 128, BF16, "packed causal", False),
+    (128, 128, F16, "window", True), (96, 64, BF16, "dressed", False), (96, 96, BF16, "packed causal", True),
     (64, 64, BF16, "blocks", False),
 ]  # fmt: skip
 EVERY = [
@@ -84,7 +84,9 @@ EVERY = [
 ]
 # Bytes, by columns and softcap, most of them with Triton 3.9, outside the loop over queries. With 64 columns ptxas of
 # Triton 3.7 and later reloads a few in it, as each does with a softcap.
-SPILLS = {(64, False): 480, (64, True): 2208, (128, False): 176, (128, True): 1184}
+SPILLS = {
+    (64, False): 480, (64, True): 2208, (96, False): 176, (96, True): 176, (128, False): 176, (128, True): 1184,
+}  # fmt: skip
 SPILLS_VARIED = 128  # more, where sequences have lengths of their own: of a tile's place, outside it or once a block
 
 
@@ -124,10 +126,11 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str, deterministic: bool
     for small in (prepare, convert):
         assert not resources(small).spilled
         listing = listing_of(small)
-        assert len(re.findall(r"LDG\.E\.128", listing)) >= 8, "rows are loaded by 16 bytes"
-        assert len(re.findall(r"STG\.E\.128", listing)) >= 4
+        wide = config.backward_width(max(d, v_dim))
+        least = config.dq_columns(wide) // 16
+        assert len(re.findall(r"LDG\.E\.128", listing)) >= 2 * least, "rows are loaded by 16 bytes"
+        assert len(re.findall(r"STG\.E\.128", listing)) >= least
     taken = resources(binary)
-    wide = config.backward_width(max(d, v_dim))
     varied = problem.q_layout is Layout.PACKED or problem.q_lens or problem.k_lens
     assert taken.spilled <= SPILLS[wide, problem.softcap > 0] + SPILLS_VARIED * varied
     assert not taken.unwritten, "ptxas left out an instruction"
@@ -141,7 +144,7 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str, deterministic: bool
     assert len(counted) == (2 if deterministic else 0)
     assert all(re.search(r"DEPBAR.*MEMBAR\.\w+\.GPU", part, re.DOTALL) for part in counted)
     # Between a wait for S and the next one, for dP, lie the exponentials of 64 queries: 32 of a thread.
-    overlapped = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[13](.*?)WARPGROUP\.DEPBAR", listing, re.DOTALL)
+    overlapped = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[123](.*?)WARPGROUP\.DEPBAR", listing, re.DOTALL)
     kept = problem.softcap == 0 and (wide > 64 or triton.__version__ < "3.7")
     assert not kept or not any(re.search("STL|LDL", part) for part in overlapped)
     assert sum(part.count("MUFU.EX2") >= 32 for part in overlapped) == 2 * config.BACKWARD[wide].rows // config.PIECE
@@ -239,11 +242,9 @@ def test_partitions_take_every_pair_once_and_never_wait_for_ever(seed: int) -> N
     # Each consumer sends its share of each block's dQ, once for each tile of keys, and nobody else's.
     padded = -(-q_len // 128) * 128
     for _, consumer, (b, h), _, i0, share in (entry for entry in log if entry[0] == "dq"):
-        head, rest = divmod(share, padded * wide // 4096)
+        head, rest = divmod(share, 2 * padded // options.ROWS)
         assert head == b * problem.heads + h
-        row = rest // (wide // 64) * 64
-        column = rest % (wide // 64) * 64
-        assert (row, column) == ((i0, 64 * consumer) if options.ROWS == 64 else (i0 + 64 * consumer, 0))
+        assert divmod(rest, 2) == (i0 // options.ROWS, consumer)
     sent = Counter((head, j0, i0) for kind, _, head, j0, i0, *_ in log if kind == "dq")
     assert set(sent) == {(head, j0 // 128 * 128, i0 // options.ROWS * options.ROWS) for head, j0, i0 in taken}
     assert set(sent.values()) <= {2}
@@ -251,7 +252,6 @@ def test_partitions_take_every_pair_once_and_never_wait_for_ever(seed: int) -> N
     added = {share: [j0 for _, _, j0, _ in adds] for share, adds in device.order.items()}
     assert sum(map(len, added.values())) == ordered * sum(sent.values())
     assert all(tiles == sorted(tiles, reverse=True) for tiles in added.values())
-    assert backward_host.SHARE[0] * backward_host.SHARE[1] == 4096
 
 
 @pytest.mark.parametrize("seed", range(80))
@@ -332,7 +332,7 @@ def test_sequences_and_block_masks_played(seed: int) -> None:
     # Shares of dQ are of the block's rows; in one order the last of a sequence's tiles comes first.
     padded = (drawn.q_len // 128 + batch + 1 if packed else -(-drawn.q_len // 128)) * 128
     for _, consumer, (s, h), _, i0, share in (entry for entry in log if entry[0] == "dq"):
-        head, rest = divmod(share, padded * wide // 4096)
+        head, rest = divmod(share, 2 * padded // options.ROWS)
         assert head == (0 if packed else s) * problem.heads + h
         assert divmod(rest, 2) == ((before[s] + i0 - start_q[s]) // options.ROWS, consumer)
     sent = Counter((head, j0, i0) for kind, _, head, j0, i0, *_ in log if kind == "dq")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import random
 import re
 from collections import Counter, defaultdict
@@ -28,26 +29,29 @@ F16, BF16 = torch.float16, torch.bfloat16
 
 @pytest.mark.parametrize("which", ["dq", "dkdv"])
 def test_it_fits_the_shared_memory_and_the_registers(which: str) -> None:
-    row, wide = config.SPLIT, config.BACKWARD_WIDTHS[-1]
-    cfg: config.Kernel = getattr(row, which)
     bytes_of = getattr(config, f"{which}_bytes")
-    assert row.evidence
-    assert cfg.rows % config.PIECE == cfg.keys % config.PIECE == 0
-    if which == "dq":
-        assert cfg.rows == 2 * config.PIECE
-    assert row.dq.rows % row.dkdv.rows == 0  # dq_kernel writes the statistics that dkdv_kernel reads
-    consumer, producer = cfg.registers
-    assert 128 * (2 * consumer + producer) <= 65536
-    for v_wide in config.BACKWARD_WIDTHS:
-        for sizes in ((wide, v_wide), (v_wide, wide)):
-            assert bytes_of(cfg, *sizes) + 1024 <= config.SHARED
+    for sizes in itertools.product(config.WIDTHS, repeat=2):
+        if max(sizes) <= max(config.BACKWARD):
+            continue
+        row = config.split_of(*sizes)
+        cfg: config.Kernel = getattr(row, which)
+        assert row.evidence
+        assert cfg.rows % config.PIECE == cfg.keys % config.PIECE == 0
+        if which == "dq":
+            assert cfg.rows == 2 * config.PIECE
+        assert row.dq.rows % row.dkdv.rows == 0  # dq_kernel writes the statistics that dkdv_kernel reads
+        consumer, producer = cfg.registers
+        assert 128 * (2 * consumer + producer) <= 65536
+        assert bytes_of(cfg, *sizes) + 1024 <= config.SHARED
 
 
 # ---- the kernels, compiled -------------------------------------------------------------------------------------------
 
-SOME = [(256, 256, F16, "window"), (256, 256, BF16, "dressed"), (192, 128, BF16, "causal")]
-UNLIKE = [(256, 128), (128, 256), (256, 64), (64, 256)]
-EVERY = [(256, 256, dtype, kind) for dtype in (BF16, F16) for kind in ("full", "long", "window", "dressed")]
+SOME = [(256, 256, F16, "window"), (192, 192, BF16, "dressed"), (192, 128, BF16, "causal")]
+UNLIKE = [(192, 128), (256, 128), (128, 256), (256, 64), (96, 256)]
+EVERY = [
+    (d, d, dtype, kind) for d in (192, 256) for dtype in (BF16, F16) for kind in ("full", "long", "window", "dressed")
+]
 EVERY += [(d, v_dim, BF16, kind) for d, v_dim in UNLIKE for kind in ("full", "window")]
 # Bytes, without a softcap and with one, whose derivative takes as many registers as the scores.
 SPILLS = {"dq": (32, 160), "dkdv": (0, 0)}
@@ -77,9 +81,9 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
     assert "registers" in said
     assert "wgmma" not in said, said  # ptxas reports when it makes them wait for each other
     assert "warning" not in said, said
-    wide, v_wide = config.backward_width(d), config.backward_width(v_dim)
+    wide, v_wide = config.width(d), config.width(v_dim)
     for name, binary in zip(("dq", "dkdv"), binaries, strict=True):
-        kernel: config.Kernel = getattr(config.SPLIT, name)
+        kernel: config.Kernel = getattr(config.split_of(d, v_dim), name)
         taken = resources(binary)
         assert taken.spilled <= SPILLS[name][kind == "dressed"], name
         assert not taken.unwritten, "ptxas left out an instruction"
@@ -152,7 +156,19 @@ def drawn(seed: int) -> tuple[random.Random, Any]:
         Band(r.randint(0, 40), r.randint(0, 40)),
     ))  # fmt: skip
     group, batch = r.choice((1, 2, 3)), r.choice((1, 2))
-    return r, problem_of(band=band, q_len=q_len, k_len=k_len, heads=2 * group, kv_heads=2, batch=batch)
+    d, v_dim = r.choice(((256, 256), (192, 192), (192, 128), (96, 256)))
+    return r, problem_of(d, v_dim, band, q_len=q_len, k_len=k_len, heads=2 * group, kv_heads=2, batch=batch)
+
+
+def parts(problem: Problem, *tiles: tuple[Any, ...]) -> set[tuple[Any, ...]]:
+    """All parts of tiles (name, sequence, head, row): their first columns behind it."""
+    from tilewise.kernels.hopper import steps
+
+    found = set()
+    for tile in tiles:
+        sides = steps.parts(config.width(problem.qk_dim if tile[0] in "qk" else problem.v_dim))
+        found |= {(*tile, sum(sides[:n])) for n in range(len(sides))}
+    return found
 
 
 def numbers_of(problem: Any, length: int, side: int, heads: int, together: int) -> dict[str, int]:
@@ -188,11 +204,11 @@ def test_roles_hand_on_every_block_and_never_wait_for_ever(seed: int) -> None:
         tiles[b, kv, j0] += 1
         taken: dict[str, dict[Any, bool]] = {"probabilities": {}, "gradients": {}}
         for who, made_of, masked in block.log:
-            ((_, _, h, i0, _),) = (x for x in made_of if x[0] == "do")
+            ((_, _, h, i0, _),) = (x for x in made_of if x[0] == "do" and x[-1] == 0)
             assert h // group == kv
             minus_L, minus_delta = (("statistics", n, b * problem.heads + h, i0) for n in (0, 1))
-            of_dv = {("k", b, kv, j0, 0), ("q", b, h, i0, 0), ("do", b, h, i0, 0), minus_L}
-            of_dk = of_dv | {("v", b, kv, j0, 0), minus_delta}
+            of_dv = parts(problem, ("k", b, kv, j0), ("q", b, h, i0), ("do", b, h, i0)) | {minus_L}
+            of_dk = of_dv | parts(problem, ("v", b, kv, j0)) | {minus_delta}
             assert made_of == (of_dv if who == "probabilities" else of_dk)
             assert (h, i0) not in taken[who]
             taken[who][h, i0] = masked
@@ -224,11 +240,11 @@ def test_queries_take_every_block_and_never_wait_for_ever(seed: int) -> None:
         stored += [at for _, at in block.stores]
         taken: dict[Any, dict[int, bool]] = defaultdict(dict)
         for _, made_of, masked in block.log:
-            ((_, b, h, first, _),) = (x for x in made_of if x[0] == "q")
-            ((_, _, kv, j0, _),) = (x for x in made_of if x[0] == "k")
-            of_q = {("q", b, h, first, 0), ("do", b, h, first, 0), ("lse", b, h, first), ("delta", b, h, first)}
+            ((_, b, h, first, _),) = (x for x in made_of if x[0] == "q" and x[-1] == 0)
+            ((_, _, kv, j0, _),) = (x for x in made_of if x[0] == "k" and x[-1] == 0)
             assert kv == h // problem.group
-            assert made_of == of_q | {("k", b, kv, j0, 0), ("v", b, kv, j0, 0)}
+            tiles = ("q", b, h, first), ("do", b, h, first), ("k", b, kv, j0), ("v", b, kv, j0)
+            assert made_of == parts(problem, *tiles) | {("lse", b, h, first), ("delta", b, h, first)}
             assert j0 not in taken[first]
             taken[first][j0] = masked
         for _, (_, _, first) in block.stores:

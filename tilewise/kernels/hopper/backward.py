@@ -8,7 +8,7 @@
 
 A consumer warpgroup owns 64 of the keys. S and dP are made transposed, so that P^T and dS^T lie in registers as the first
 operands of dV and dK. Only dQ sums over the keys of both consumers: dS^T goes through shared memory, and each consumer
-makes half of dQ's block, which a warp beside it (`adder`) has TMA add to an fp32 accumulator in global memory. The
+makes a share of dQ's block, which a warp beside it (`adder`) has TMA add to an fp32 accumulator in global memory. The
 accumulator's elements lie there as they lie in registers, so that nothing is moved between threads on the way. Programs add
 in whatever order they come by; ORDERED, they take turns at it, and dQ has the same bits each time, too.
 
@@ -34,19 +34,21 @@ from .pipeline import (
     await_turn,
     computed,
     end_turn,
+    load_chunks,
     matrix,
     meet,
     number,
     put,
     ring_of,
+    ring_of_parts,
+    seen_as,
     stacked,
-    store_by_tma,
     tma_add,
     tma_load,
     uniform,
     wait_for_stores,
 )  # fmt: skip
-from .steps import INF, LN2, bits_mask, numbers, tanh
+from .steps import INF, accumulator, bits_mask, buffers_of, numbers, scaled, store, tanh, zeros
 from .walk import PIECE, Call, extent, key_range, rows_at, sequence_of, tile_of, visit, way
 
 KEYS = gl.constexpr(128)  # of a program: a piece for each consumer
@@ -70,7 +72,7 @@ class Rings:
     v: Ring
     q: Ring
     dq: Ring
-    do: gl.shared_memory_descriptor  # (STAGES, 1, 1, ROWS, WIDTH)
+    do: gl.tuple  # of each part (STAGES, 1, 1, ROWS, columns)
     statistics: gl.shared_memory_descriptor  # (STAGES, 2, 1, ROWS)
     blocks: Ring
     BYTES: gl.constexpr  # of an item
@@ -189,8 +191,8 @@ def producer(q_desc, k_desc, v_desc, do_desc, statistics_desc, lengths, lists, r
     own = place.call
     for c in gl.static_range(2):
         at = place.first + PIECE * c
-        rings.k.load(c, k_desc, rows_at(place.b, place.kv, at, place.k_start, own.k_len, O.K_CLIPPED))
-        rings.v.load(c, v_desc, rows_at(place.b, place.kv, at, place.v_start, own.k_len, O.K_CLIPPED))
+        rings.k.load_parts(c, k_desc, rows_at(place.b, place.kv, at, place.k_start, own.k_len, O.K_CLIPPED))
+        rings.v.load_parts(c, v_desc, rows_at(place.b, place.kv, at, place.v_start, own.k_len, O.K_CLIPPED))
     lo, hi = query_blocks(place.first, own, O.ROWS)
     n = 0  # blocks loaded
     for member in range(call.group):
@@ -223,10 +225,10 @@ def load_queries(q_desc, do_desc, statistics_desc, n, h, block, place, rings, O:
     i0 = block * O.ROWS
     q_at = rows_at(place.b, h, i0, place.q_start, own.q_len, O.Q_CLIPPED)
     do_at = rows_at(place.b, h, i0, place.do_start, own.q_len, O.Q_CLIPPED)
-    tma_load(q_desc, q_at, full, rings.q.buffers.index(at))
+    load_chunks(rings.q.place(at), q_desc, q_at, full)
     padded = [0, place.b * own.heads + h, (place.before + block) * O.ROWS]
     tma_load(statistics_desc, padded, full, rings.statistics.index(at))
-    tma_load(do_desc, do_at, full, rings.do.index(at))
+    load_chunks([part.index(at) for part in rings.do], do_desc, do_at, full)
 
 
 # ---- steps; tiles of scores are (keys, queries) ----------------------------------------------------------------------
@@ -252,9 +254,9 @@ def mask(S, first, i0, call, O: gl.constexpr):
 @gluon.jit
 def queries(rings, at, piece: gl.constexpr):
     """(Q, dO, -L, -delta) of a piece of the block in place `at`."""
-    q = matrix(rings.q.buffers.index(at)).slice(PIECE * piece, PIECE, dim=0)
-    do = matrix(rings.do.index(at)).slice(PIECE * piece, PIECE, dim=0)
-    layout: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16]))
+    q = [matrix(part).slice(PIECE * piece, PIECE, dim=0) for part in rings.q.place(at)]
+    do = [matrix(part.index(at)).slice(PIECE * piece, PIECE, dim=0) for part in rings.do]
+    layout: gl.constexpr = gl.SliceLayout(0, accumulator(PIECE))
     ROWS: gl.constexpr = rings.statistics.shape[3]
     both = rings.statistics.index(at).reshape([2 * ROWS])
     L = both.slice(PIECE * piece, PIECE, dim=0).load(layout)
@@ -265,14 +267,31 @@ def queries(rings, at, piece: gl.constexpr):
 @gluon.jit
 def begin_with(row):
     """An accumulator (keys, queries) that begins with a number for each query."""
-    zeros = gl.zeros([PIECE, PIECE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16]))
-    return gl.broadcast(row[None, :], zeros)[0]
+    zero = gl.zeros([PIECE, PIECE], gl.float32, accumulator(PIECE))
+    return gl.broadcast(row[None, :], zero)[0]
 
 
 @gluon.jit
-def score_gradient(S, dP, L, first, i0, masked, tile, bits, IN_FLIGHT: gl.constexpr, dtype: gl.constexpr, call,
-                   C: gl.constexpr, O: gl.constexpr):  # fmt: skip
-    """(P, dS) of the scores and dP, of which IN_FLIGHT wgmmas are younger than S, and one less than dP."""
+def add_turned(a, b, S):
+    """S + A B^T of two tiles in shared memory; asynchronous, a matmul a part."""
+    for n in gl.static_range(len(a)):
+        S = warpgroup_mma(a[n], b[n].permute([1, 0]), S, is_async=True)
+    return S
+
+
+@gluon.jit
+def add_product(x, b, sums):
+    """The sums + X B, of X in registers and B in shared memory; asynchronous, a matmul a part."""
+    found: gl.tuple = ()
+    for n in gl.static_range(len(b)):
+        found += (warpgroup_mma(x, b[n], sums[n], is_async=True),)
+    return found
+
+
+@gluon.jit
+def score_gradient(S, dP, L, first, i0, masked, tile, bits, PARTS: gl.constexpr, IN_FLIGHT: gl.constexpr,
+                   dtype: gl.constexpr, call, C: gl.constexpr, O: gl.constexpr):  # fmt: skip
+    """(P, dS) of the scores and dP, of which IN_FLIGHT wgmmas are younger than S, and those of dP's PARTS less than dP."""
     S = warpgroup_mma_wait(IN_FLIGHT, [S])
     if O.SOFTCAP:
         capped = tanh(S * (call.scale / call.softcap))
@@ -285,26 +304,36 @@ def score_gradient(S, dP, L, first, i0, masked, tile, bits, IN_FLIGHT: gl.conste
     rounded = computed(P.to(dtype))
     if O.SOFTCAP:
         P *= 1.0 - capped * capped
-    dP = warpgroup_mma_wait(IN_FLIGHT - 1, [dP])
+    dP = warpgroup_mma_wait(IN_FLIGHT - PARTS, [dP])
     return rounded, (P * dP).to(dtype)
 
 
 @gluon.jit
-def half_of_dq(ds_buffers, dS_at, k_buffers, zero, C: gl.constexpr, O: gl.constexpr):
-    """dS K over all keys of the tile, a (64, 64) share of the block's dQ; asynchronous.
+def share_of_dq(ds_buffers, dS_at, k_ring, zero, C: gl.constexpr, O: gl.constexpr):
+    """dS K over all keys of the tile, a share of the block's dQ; asynchronous.
 
-    Of a block of 128 queries the consumer has 64, of one of 64 queries 64 of the columns.
+    Of a block of 128 queries the consumer has 64, of one of 64 queries 64 of the columns, or what there is beyond 64.
     """
-    dq = gl.zeros([PIECE, PIECE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16]))
+    COLUMNS: gl.constexpr = share_columns(C, O.ROWS, O.WIDTH)
+    dq = gl.zeros([PIECE, COLUMNS], gl.float32, accumulator(COLUMNS))
     for c in gl.static_range(2):
         dS = ds_buffers.index(dS_at + c)
-        k = matrix(k_buffers.index(c + zero))
-        if O.ROWS == PIECE:
-            k = k.slice(PIECE * C, PIECE, dim=1)
+        k = [matrix(part) for part in k_ring.place(c + zero)]
+        if len(k) > 1:
+            k_share = k[C]
+        elif O.ROWS == PIECE:
+            k_share = k[0].slice(PIECE * C, PIECE, dim=1)
         else:
+            k_share = k[0]
             dS = dS.slice(PIECE * C, PIECE, dim=1)
-        dq = warpgroup_mma(dS.permute([1, 0]), k, dq, use_acc=c > 0, is_async=True)
+        dq = warpgroup_mma(dS.permute([1, 0]), k_share, dq, use_acc=c > 0, is_async=True)
     return dq
+
+
+@gluon.constexpr_function
+def share_columns(consumer, rows, width):
+    """Of a share: a block's columns are in parts, or in halves, where they are more than 64."""
+    return min(PIECE.value, width - PIECE.value * consumer) if rows == PIECE.value else width
 
 
 @gluon.jit
@@ -314,14 +343,17 @@ def put_share(dq, buffer):
     Row 16 w + 8 x + y and column 8 a + 2 z + b of it are in register (a, x, b) of lane (y, z) of warp w. So shaped, a
     thread stores four registers side by side, and a warp 512 bytes.
     """
-    buffer.store(dq.reshape([4, 2, 8, PIECE // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape(buffer.shape))
+    COLUMNS: gl.constexpr = dq.shape[1]
+    if COLUMNS < PIECE:
+        buffer = buffer.slice(0, buffer.shape[0] * COLUMNS // PIECE, dim=0)
+    buffer.store(dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape(buffer.shape))
     fence_async_shared()
 
 
 @gluon.jit
 def shares_of_head(call, lengths, O: gl.constexpr):
     """How many shares a head's dQ has."""
-    SHARES: gl.constexpr = O.WIDTH // PIECE  # of 64 queries' dQ
+    SHARES: gl.constexpr = 2 * PIECE // O.ROWS  # of 64 queries' dQ
     tiles = (call.q_len + KEYS - 1) // KEYS
     if O.PACKED:
         tiles = call.q_len // KEYS + lengths[4] + 1
@@ -370,7 +402,7 @@ def adder(dq_desc, turns, lengths, rings, call, C: gl.constexpr, O: gl.constexpr
         n = 0  # blocks added
         share, _, _ = block_told(n, rings)
         while share >= 0:
-            add_share(dq_desc, n, share + C, rings, C)
+            add_share(dq_desc, n, share + C, rings, C, O)
             n += 1
             share, _, _ = block_told(n, rings)
     else:
@@ -386,17 +418,24 @@ def adder(dq_desc, turns, lengths, rings, call, C: gl.constexpr, O: gl.constexpr
                     await_turn(
                         turns + share, turn_of(place.first, block, place.call, O)
                     )  # mostly it has come before the share
-                add_share(dq_desc, n, share, rings, C)
+                add_share(dq_desc, n, share, rings, C, O)
                 if O.ORDERED:
                     end_turn(turns + share)
                 n += 1
 
 
 @gluon.jit
-def add_share(dq_desc, n, share, rings, C: gl.constexpr):
-    """Add consumer C's share of block n to the accumulator."""
+def add_share(dq_desc, n, share, rings, C: gl.constexpr, O: gl.constexpr):
+    """Add consumer C's share of block n to the accumulator, in which a block's two shares lie one behind the other."""
+    SIDE: gl.constexpr = dq_desc.block_shape[0]
     buffer = rings.dq.wait(2 * n + C)
-    tma_add(dq_desc, [share * buffer.shape[0], 0], buffer)
+    if buffer.shape[0] == SIDE:  # shares are alike
+        tma_add(dq_desc, [share * SIDE, 0], buffer)
+    else:
+        row = (share - C) * (O.ROWS * O.WIDTH // 512) + C * buffer.shape[0]
+        parts = seen_as(buffer, stacked(buffer.shape[0] // SIDE, dq_desc.block_shape), dq_desc.layout)
+        for part in gl.static_range(PIECE * share_columns(C, O.ROWS, O.WIDTH) // 256 // SIDE):
+            tma_add(dq_desc, [row + SIDE * part, 0], parts.index(part))
     wait_for_stores()
     rings.dq.release(2 * n + C)
 
@@ -412,12 +451,13 @@ def step(dk, dv, n, first, i0, free_lo, free_hi, tile, bits, rings, ds_buffers, 
     first's exponentials, and dV and dK of the first during the second's.
     """
     TWO: gl.constexpr = O.ROWS > PIECE
-    IN_FLIGHT: gl.constexpr = 3 if TWO else 1
+    PARTS: gl.constexpr = len(dk)
+    IN_FLIGHT: gl.constexpr = (3 if TWO else 1) * PARTS
     dtype: gl.constexpr = rings.q.buffers.dtype
-    operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    operand: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
     zero = n >> 30  # Else wgmma's descriptors of K and V are computed before the loop, kept, and spilled.
-    k = matrix(rings.k.buffers.index(C + zero))
-    v = matrix(rings.v.buffers.index(C + zero))
+    k = [matrix(part) for part in rings.k.place(C + zero)]
+    v = [matrix(part) for part in rings.v.place(C + zero)]
     rings.q.wait(n)
     at = n % O.STAGES
     dS_at = 2 * (n % 2)
@@ -434,57 +474,57 @@ def step(dk, dv, n, first, i0, free_lo, free_hi, tile, bits, rings, ds_buffers, 
         S, dP, S2, dP2 = warpgroup_mma_wait(0, [S, dP, S2, dP2])
     else:
         S, dP = warpgroup_mma_wait(0, [S, dP])
-    S = warpgroup_mma(k, q.permute([1, 0]), S, is_async=True)
-    dP = warpgroup_mma(v, do.permute([1, 0]), dP, is_async=True)
+    S = add_turned(k, q, S)
+    dP = add_turned(v, do, dP)
     if TWO:
-        S2 = warpgroup_mma(k, q2.permute([1, 0]), S2, is_async=True)
-        dP2 = warpgroup_mma(v, do2.permute([1, 0]), dP2, is_async=True)
+        S2 = add_turned(k, q2, S2)
+        dP2 = add_turned(v, do2, dP2)
 
     masked = (i0 < free_lo) | (i0 + PIECE > free_hi)
-    P, dS = score_gradient(S, dP, L, first, i0, masked, tile, bits, IN_FLIGHT, dtype, call, C, O)
+    P, dS = score_gradient(S, dP, L, first, i0, masked, tile, bits, PARTS, IN_FLIGHT, dtype, call, C, O)
     own_dS.slice(0, PIECE, dim=1).store(dS)
     P = gl.convert_layout(P, operand)
     dS = gl.convert_layout(dS, operand)
-    dv = warpgroup_mma(P, do, dv, is_async=True)
+    dv = add_product(P, do, dv)
     if TWO:
-        dk = warpgroup_mma(dS, q, dk, is_async=True)
+        dk = add_product(dS, q, dk)
         masked = (i0 + PIECE < free_lo) | (i0 + 2 * PIECE > free_hi)
-        P2, dS2 = score_gradient(S2, dP2, L2, first, i0 + PIECE, masked, tile, bits, IN_FLIGHT, dtype, call, C, O)
+        P2, dS2 = score_gradient(
+            S2, dP2, L2, first, i0 + PIECE, masked, tile, bits, PARTS, IN_FLIGHT, dtype, call, C, O
+        )
         own_dS.slice(PIECE, PIECE, dim=1).store(dS2)
         P2 = gl.convert_layout(P2, operand)
         dS2 = gl.convert_layout(dS2, operand)
-        dv = warpgroup_mma(P2, do2, dv, is_async=True)
+        dv = add_product(P2, do2, dv)
     fence_async_shared()
     meet()  # dS of both is there; and both have read the one before the last, whose place is the next one's
-    dq = half_of_dq(ds_buffers, dS_at, rings.k.buffers, zero, C, O)
+    dq = share_of_dq(ds_buffers, dS_at, rings.k, zero, C, O)
     if TWO:
-        dk = warpgroup_mma(dS2, q2, dk, is_async=True)
+        dk = add_product(dS2, q2, dk)
     else:
-        dk = warpgroup_mma(dS, q, dk, is_async=True)
-    dq = warpgroup_mma_wait(1, [dq])
+        dk = add_product(dS, q, dk)
+    dq = warpgroup_mma_wait(PARTS, [dq])
     put_share(dq, rings.dq.acquire(2 * n + C))
     rings.dq.commit(2 * n + C)
+    operands: gl.tuple = (P, dS)
     if TWO:
-        dk, dv, P, dS, P2, dS2 = warpgroup_mma_wait(0, [dk, dv, P, dS, P2, dS2])
-    else:
-        dk, dv, P, dS = warpgroup_mma_wait(0, [dk, dv, P, dS])
+        operands += (P2, dS2)
+    sums = warpgroup_mma_wait(0, dk + dv + operands)
     rings.q.release(n)
-    return dk, dv
+    return sums[:PARTS], sums[PARTS : 2 * PARTS]
 
 
 @gluon.jit
 def consumer(dk_desc, dv_desc, ds_buffers, bits, lengths, rings, call, C: gl.constexpr, O: gl.constexpr):
-    """One warpgroup: keys [64 C, 64 C + 64) of the tile, and a half of each block's dQ. bits: a BlockMask's pool by keys."""
+    """One warpgroup: keys [64 C, 64 C + 64) of the tile, and a share of each block's dQ. bits: a BlockMask's pool by keys."""
     dtype: gl.constexpr = rings.q.buffers.dtype
-    WIDTH: gl.constexpr = O.WIDTH
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.WIDTH, 16])
     place = place_of_keys(call, lengths, O)
     own = place.call
     first = place.first + PIECE * C
     lo, hi = query_blocks(place.first, own, O.ROWS)
     free_lo, free_hi = free_queries(first, own)
-    dk = gl.zeros([PIECE, WIDTH], gl.float32, layout)
-    dv = gl.zeros([PIECE, WIDTH], gl.float32, layout)
+    dk = zeros(O.WIDTH)
+    dv = zeros(O.WIDTH)
     for c in gl.static_range(2):
         rings.k.wait(c)
     rings.v.wait(C)
@@ -503,9 +543,11 @@ def consumer(dk_desc, dv_desc, ds_buffers, bits, lengths, rings, call, C: gl.con
                 )
                 n += 1
     at = rows_at(place.b, place.kv, first, place.dk_start, place.k_span, O.K_CLIPPED)
-    store_by_tma(dv.to(dtype), rings.v.buffers.index(C), dv_desc, at)
+    dv = [part.to(dtype) for part in dv]
+    store(dv, rings.v.place(C), dv_desc, at)
     meet()  # both have read K
-    store_by_tma((dk * (call.scale * LN2)).to(dtype), rings.k.buffers.index(C), dk_desc, at)
+    dk = [part.to(dtype) for part in scaled(dk, call)]
+    store(dk, rings.k.place(C), dk_desc, at)
     wait_for_stores()
 
 
@@ -530,18 +572,18 @@ def backward_kernel(
     of keys there and with k_lens; q_apart ...: how many rows their sequences are apart. full_count ... bits: a BlockMask's
     key-major lists and its pool turned, or None; blocks_*, base: as in the forward.
     """
-    q_buffers = gl.allocate_shared_memory(q.dtype, stacked(O.STAGES, q.block_shape), q.layout)
-    do_buffers = gl.allocate_shared_memory(q.dtype, stacked(O.STAGES, do.block_shape), do.layout)
+    q_buffers = buffers_of(O.STAGES, O.WIDTH, q)
+    do_buffers = buffers_of(O.STAGES, O.WIDTH, do)
     of_rows = gl.allocate_shared_memory(gl.float32, [O.STAGES, 2, 1, O.ROWS], statistics.layout)
-    k_buffers = gl.allocate_shared_memory(q.dtype, stacked(2, k.block_shape), k.layout)
-    v_buffers = gl.allocate_shared_memory(q.dtype, stacked(2, v.block_shape), v.layout)
+    k_buffers = buffers_of(2, O.WIDTH, k)
+    v_buffers = buffers_of(2, O.WIDTH, v)
     dS_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PIECE, O.ROWS], q.dtype)
     ds_buffers = gl.allocate_shared_memory(q.dtype, [4, PIECE, O.ROWS], dS_layout)  # two of each consumer
     dq_buffers = gl.allocate_shared_memory(gl.float32, [2 * O.PLACES, PIECE * PIECE // 256, 256], dq.layout)
     BYTES: gl.constexpr = 2 * O.ROWS * (2 * O.WIDTH + 4)
-    k_ring = ring_of(k_buffers, 2)
-    v_ring = ring_of(v_buffers, 1)
-    q_ring = ring_of(q_buffers, 2)
+    k_ring = ring_of_parts(k_buffers, 2)
+    v_ring = ring_of_parts(v_buffers, 1)
+    q_ring = ring_of_parts(q_buffers, 2)
     dq_ring = ring_of(dq_buffers, 1)
     block_ring = q_ring
     if O.BLOCKS:
@@ -603,7 +645,7 @@ def prepare_kernel(
     h = bh % heads
     own, start, _, used = place_of_rows(first, bh, heads, batch, q_len, cu_q, q_lens, PACKED, Q_LENS)
     rows = own + tl.arange(0, ROWS)
-    columns = tl.arange(0, WIDTH)[None, :]
+    columns = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
     inside = (rows < used)[:, None] & (columns < DV)
     wide = rows.to(tl.int64)
     if PACKED:
@@ -620,32 +662,35 @@ def prepare_kernel(
     at = bh * padded + (first + tl.arange(0, ROWS))
     tl.store(statistics + at, tl.where(L == -float("inf"), L, -L * scale))
     tl.store(statistics + total * padded.to(tl.int64) + at, -delta)
-    tl.store(dq + (bh * padded + first) * WIDTH + tl.arange(0, ROWS * WIDTH), tl.zeros((ROWS * WIDTH,), tl.float32))
+    SIDE: tl.constexpr = WIDTH & -WIDTH
+    for part in tl.static_range(WIDTH // SIDE):
+        at = (bh * padded + first) * WIDTH + part * ROWS * SIDE + tl.arange(0, ROWS * SIDE)
+        tl.store(dq + at, tl.zeros((ROWS * SIDE,), tl.float32))
     if turns is not None:
-        SHARES: tl.constexpr = ROWS * WIDTH // (64 * 64)
+        SHARES: tl.constexpr = (ROWS * WIDTH + 64 * 64 - 1) // (64 * 64)
         tl.store(turns + (bh * padded + first) // ROWS * SHARES + tl.arange(0, SHARES), tl.zeros((SHARES,), tl.int32))
 
 
 @triton.jit(do_not_specialize=["q_len", "padded", "scale", "heads", "batch"])
 def convert_kernel(
     dq, accumulator, cu_q, q_lens, q_len, padded, scale, heads, batch,
-    D: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, Q_LENS: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, Q_LENS: tl.constexpr,
 ):  # fmt: skip
-    """One share (`add_to_dq`) of the accumulator, times the scale, to dq (B, Hq, Sq, D) or packed (T, Hq, D), contiguous; 0
-    where rows are not in use."""
+    """64 rows and COLUMNS of the accumulator (`put_share`), times the scale, to dq (B, Hq, Sq, D) or packed (T, Hq, D),
+    contiguous; 0 where rows are not in use."""
     SIDE: tl.constexpr = 64
-    SHARES: tl.constexpr = WIDTH // SIDE
+    SHARES: tl.constexpr = WIDTH // COLUMNS
     share = tl.program_id(0)
     shares = padded // SIDE * SHARES  # of a head
     bh = (share // shares).to(tl.int64)
     share_of_head = share % shares
-    x = tl.load(accumulator + share.to(tl.int64) * (SIDE * SIDE) + tl.arange(0, SIDE * SIDE))
-    x = tl.permute(tl.reshape(x * scale, (SIDE // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
-    x = tl.reshape(x, (SIDE, SIDE)).to(dq.dtype.element_ty)
+    x = tl.load(accumulator + share.to(tl.int64) * (SIDE * COLUMNS) + tl.arange(0, SIDE * COLUMNS))
+    x = tl.permute(tl.reshape(x * scale, (COLUMNS // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+    x = tl.reshape(x, (SIDE, COLUMNS)).to(dq.dtype.element_ty)
     first = share_of_head // SHARES * SIDE
     own, start, span, used = place_of_rows(first, bh, heads, batch, q_len, cu_q, q_lens, PACKED, Q_LENS)
     rows = own + tl.arange(0, SIDE)[:, None]
-    columns = share_of_head % SHARES * SIDE + tl.arange(0, SIDE)[None, :]
+    columns = share_of_head % SHARES * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     if PACKED or Q_LENS:
         x = tl.where(rows < used, x, 0.0)
     if PACKED:

@@ -24,7 +24,7 @@ from .host import box_of, contents, lists_of, rows_apart
 PAD = 128  # rows: what the statistics of a head are a multiple of, and each tile divides
 PREPARED = 64  # queries that a program of prepare_kernel takes
 TOTAL = 11  # where a call's numbers have how many tiles there are
-SHARE = (PIECE * PIECE // 256, 256)  # of dQ, in the accumulator
+ROW = 256  # elements of dQ's accumulator
 
 
 def backward(
@@ -193,14 +193,15 @@ def launches_of(
     dq, dk, dv = gradients_of(problem)
     statistics = statistics_of(problem)
     _, heads, padded = statistics[0]
-    accumulator = memory((heads * padded * wide // SHARE[1], SHARE[1]), torch.float32)
-    turns = [memory((accumulator[0][0] // SHARE[0],), torch.int32)] if options.ORDERED else []
+    accumulator = memory((heads * padded * wide // ROW, ROW), torch.float32)
+    turns = [memory((heads * padded // cfg.rows * 2,), torch.int32)] if options.ORDERED else []
     of_do, of_q, of_k, of_v = of_rows
-    by_key, by_query = (PIECE, wide), (cfg.rows, wide)
+    chunk, columns = config.chunk(wide, wide), config.dq_columns(wide)
+    by_key, by_query = (PIECE, chunk), (cfg.rows, chunk)
     boxes = (
         box_of(*dk[:2], by_key, problem.dtype, options.K_CLIPPED),
         box_of(*dv[:2], by_key, problem.dtype, options.K_CLIPPED),
-        plain(accumulator, SHARE),
+        plain(accumulator, (PIECE * columns // ROW, ROW)),
         box_of(dq[0], of_q, by_query, problem.dtype, options.Q_CLIPPED),
         box_of(dk[0], of_k, by_key, problem.dtype, options.K_CLIPPED),
         box_of(dv[0], of_v, by_key, problem.dtype, options.K_CLIPPED),
@@ -226,9 +227,9 @@ def launches_of(
             backward_kernel, (numbers[TOTAL],), numbers, {"O": options}, 4, 1, dict(enumerate(boxes)),
         ),
         Ready(
-            convert_kernel, (accumulator[0][0] // SHARE[0],),
+            convert_kernel, (heads * padded // PIECE * (wide // columns),),
             (problem.q_len, padded, problem.scale, problem.heads, problem.batch),
-            {"D": problem.qk_dim, "WIDTH": wide, **which}, 4, 1,
+            {"D": problem.qk_dim, "WIDTH": wide, "COLUMNS": columns, **which}, 4, 1,
         ),
         (dq, dk, dv, statistics, accumulator, *turns),
     )  # fmt: skip
@@ -262,8 +263,8 @@ class SplitOptions:
     def of(cls, problem: Problem, kernel: Kernel) -> SplitOptions:
         consumer_registers, producer_registers = kernel.registers
         return cls(
-            WIDTH=config.backward_width(problem.qk_dim), V_WIDTH=config.backward_width(problem.v_dim), ROWS=kernel.rows, KEYS=kernel.keys,
-            STAGES=kernel.stages, V_STAGES=kernel.v_stages, LEFT=problem.band.left is not None,
+            WIDTH=config.width(problem.qk_dim), V_WIDTH=config.width(problem.v_dim), ROWS=kernel.rows,
+            KEYS=kernel.keys, STAGES=kernel.stages, V_STAGES=kernel.v_stages, LEFT=problem.band.left is not None,
             MASKED=not problem.band.is_full, SOFTCAP=problem.softcap > 0,
             CONSUMER_REGISTERS=consumer_registers, PRODUCER_REGISTERS=producer_registers,
         )  # fmt: skip
@@ -283,7 +284,8 @@ def split_of(problem: Problem, origin: Origin, of_dlse: Strides | None, *of_rows
     do, q, k, v = zip((problem.o_shape, q_shape(problem), problem.k_shape, v_shape(problem)), of_rows, strict=True)
     dq, dk, dv = gradients_of(problem)
     statistics = statistics_of(problem)
-    by_query, by_key = config.SPLIT.dq, config.SPLIT.dkdv
+    row = config.split_of(problem.qk_dim, problem.v_dim)
+    by_query, by_key = row.dq, row.dkdv
     columns = (problem.qk_dim + problem.v_dim) * problem.dtype.itemsize
 
     side = by_query.keys
@@ -309,4 +311,5 @@ def split_of(problem: Problem, origin: Origin, of_dlse: Strides | None, *of_rows
 def box(problem: Problem, tensor: tuple[Any, ...], side: int) -> Box:
     """Of a tensor (shape, strides, ...), in blocks of `side` rows."""
     shape, of_rows, *_ = tensor
-    return box_of(shape, of_rows, (side, config.backward_width(shape[-1])), problem.dtype)
+    wide = config.width(shape[-1])
+    return box_of(shape, of_rows, (side, config.chunk(wide, wide)), problem.dtype)

@@ -25,8 +25,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ... import mask as arithmetic
-from .pipeline import Ring, aggregate, matrix, ring_of, store_by_tma, wait_for_stores
-from .steps import INF, LN2, LOG2E, mask, numbers, tanh
+from .pipeline import Ring, aggregate, matrix, ring_of, ring_of_parts, wait_for_stores
+from .steps import INF, LOG2E, accumulator, buffers_of, mask, numbers, parts, scaled, store, tanh, wait_for, zeros
 from .walk import PIECE, Call, key_range, mask_free_range, tile_of
 
 query_range = gluon.jit(arithmetic.query_range)
@@ -84,24 +84,30 @@ def held(ring, item: gl.constexpr, n):
     n >> 30 is 0. But of a buffer that the loop does not change ptxas makes its 16 operands before the loop, and spills
     them (600 bytes in dq_kernel at d 256).
     """
-    return matrix(ring.buffers.index(item + (n >> 30)))
+    return [matrix(part) for part in ring.place(item + (n >> 30))]
 
 
 @gluon.jit
 def product(a, b):
     """A B^T of two tiles in shared memory; asynchronous."""
-    ROWS: gl.constexpr = a.shape[0]
-    COLUMNS: gl.constexpr = b.shape[0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    zero = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-    return warpgroup_mma(a, b.permute([1, 0]), zero, use_acc=False, is_async=True)
+    ROWS: gl.constexpr = a[0].shape[0]
+    COLUMNS: gl.constexpr = b[0].shape[0]
+    S = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS))
+    for n in gl.static_range(len(a)):
+        S = warpgroup_mma(a[n], b[n].permute([1, 0]), S, use_acc=n > 0, is_async=True)
+    return S
 
 
 @gluon.jit
-def add_product(x, b, acc):
-    """acc + X B, of X in registers and B in shared memory; asynchronous. X's own registers are read meanwhile."""
-    x = gl.convert_layout(x.to(b.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
-    return warpgroup_mma(x, b, acc, is_async=True), x
+def add_product(x, b, sums):
+    """The sums + X B, of X in registers and B in shared memory: a matmul a part, and the wait for them."""
+    found: gl.tuple = ()
+    x = x.to(b[0].dtype)
+    for n in gl.static_range(len(b)):
+        operand = gl.convert_layout(x, gl.DotOperandLayout(0, sums[n].type.layout, 2))
+        found += (warpgroup_mma(operand, b[n], sums[n], is_async=True),)
+    operands = (operand,)  # X's own registers, which are read until the wait.
+    return warpgroup_mma_wait(0, found + operands)[:-1]
 
 
 @gluon.jit
@@ -175,17 +181,17 @@ def queries_producer(k_desc, v_desc, q_desc, do_desc, statistics_desc, rings, ca
     """One warp: K and V of the tile; Q, dO and their rows' statistics of each block, for each query head of the group."""
     first, b, kv = key_tile(call, O)
     lo, hi, _, _ = query_blocks(first, call, O)
-    rings.k.load(0, k_desc, [b, kv, first, 0])
-    rings.v.load(0, v_desc, [b, kv, first, 0])
+    rings.k.load_parts(0, k_desc, [b, kv, first, 0])
+    rings.v.load_parts(0, v_desc, [b, kv, first, 0])
     n = 0
     for member in range(call.group):
         h = kv * call.group + member
         bh = b * call.heads + h
         for block in range(lo, hi):
             i0 = block * O.ROWS
-            rings.q.load(n, q_desc, [b, h, i0, 0])
+            rings.q.load_parts(n, q_desc, [b, h, i0, 0])
             rings.statistics.load(2 * n, statistics_desc, [0, bh, i0])
-            rings.do.load(n, do_desc, [b, h, i0, 0])
+            rings.do.load_parts(n, do_desc, [b, h, i0, 0])
             rings.statistics.load(2 * n + 1, statistics_desc, [1, bh, i0])
             n += 1
 
@@ -196,20 +202,17 @@ def probabilities(dv_desc, rings, call, O: gl.constexpr):
 
     With a softcap it hands on P times the softcap's derivative, for the other one only multiplies by it.
     """
-    KEYS: gl.constexpr = O.KEYS
-    V_WIDTH: gl.constexpr = O.V_WIDTH
     dtype: gl.constexpr = rings.q.buffers.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.ROWS, 16])
-    v_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_WIDTH, 16])
+    s_layout: gl.constexpr = accumulator(O.ROWS)
     first, b, kv = key_tile(call, O)
     lo, hi, free_lo, free_hi = query_blocks(first, call, O)
-    dv = gl.zeros([KEYS, V_WIDTH], gl.float32, v_layout)
+    dv = zeros(O.V_WIDTH)
     rings.k.wait(0)
     n = 0
     for _ in range(call.group):
         for block in range(lo, hi):
-            q = rings.q.wait(n)
-            S = product(held(rings.k, 0, n), matrix(q))
+            q = wait_for(rings.q, n)
+            S = product(held(rings.k, 0, n), q)
             minus_L = of_queries(rings.statistics.wait(2 * n), s_layout)
             S = warpgroup_mma_wait(0, [S])
             rings.q.release(n)
@@ -220,33 +223,28 @@ def probabilities(dv_desc, rings, call, O: gl.constexpr):
             P = gl.exp2(S * factor(call, O) + minus_L[None, :])
             rings.p.acquire(n).store((P * slope).to(dtype))
             rings.p.commit(n)
-            do = rings.do.wait(n)
-            dv, P = add_product(P, matrix(do), dv)
-            dv, P = warpgroup_mma_wait(0, [dv, P])
+            dv = add_product(P, wait_for(rings.do, n), dv)
             rings.do.release(n)
             n += 1
     rings.k.release(0)
-    store_by_tma(dv.to(dtype), rings.v.acquire(1), dv_desc, [b, kv, first, 0])
+    rings.v.acquire(1)
+    store(dv, rings.v.parts(1), dv_desc, [b, kv, first, 0])
     wait_for_stores()
 
 
 @gluon.jit
 def gradients(dk_desc, rings, call, O: gl.constexpr):
     """The other warpgroup: dP, dS and dK."""
-    KEYS: gl.constexpr = O.KEYS
-    WIDTH: gl.constexpr = O.WIDTH
-    dtype: gl.constexpr = rings.q.buffers.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.ROWS, 16])
-    k_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    s_layout: gl.constexpr = accumulator(O.ROWS)
     first, b, kv = key_tile(call, O)
     lo, hi, _, _ = query_blocks(first, call, O)
-    dk = gl.zeros([KEYS, WIDTH], gl.float32, k_layout)
+    dk = zeros(O.WIDTH)
     rings.v.wait(0)
     n = 0
     for _ in range(call.group):
         for _ in range(lo, hi):
-            do = rings.do.wait(n)
-            dP = product(held(rings.v, 0, n), matrix(do))
+            do = wait_for(rings.do, n)
+            dP = product(held(rings.v, 0, n), do)
             minus_delta = of_queries(rings.statistics.wait(2 * n + 1), s_layout)
             dP = warpgroup_mma_wait(0, [dP])
             rings.do.release(n)
@@ -255,14 +253,13 @@ def gradients(dk_desc, rings, call, O: gl.constexpr):
             P = rings.p.wait(n).load(s_layout)
             rings.p.release(n)
             dS = P.to(gl.float32) * dP
-            q = rings.q.wait(n)
-            dk, dS = add_product(dS, matrix(q), dk)
-            dk, dS = warpgroup_mma_wait(0, [dk, dS])
+            dk = add_product(dS, wait_for(rings.q, n), dk)
             rings.q.release(n)
             n += 1
     rings.v.release(0)
-    dk = dk * (call.scale * LN2)
-    store_by_tma(dk.to(dtype), rings.k.acquire(1), dk_desc, [b, kv, first, 0])
+    dk = scaled(dk, call)
+    rings.k.acquire(1)
+    store(dk, rings.k.parts(1), dk_desc, [b, kv, first, 0])
     wait_for_stores()
 
 
@@ -277,16 +274,16 @@ def dkdv_kernel(
 ):  # fmt: skip
     """dk, k (blocks of KEYS x WIDTH), dv, v (KEYS x V_WIDTH), q (ROWS x WIDTH), do (ROWS x V_WIDTH): TMA descriptors of
     (B, H, S, D). statistics (2, B Hq, padded) fp32: one of dq_kernel's -L and -delta, in blocks of (1, 1, ROWS)."""
-    q_buffers = gl.allocate_shared_memory(q.dtype, [O.STAGES, 1, 1, O.ROWS, O.WIDTH], q.layout)
-    do_buffers = gl.allocate_shared_memory(q.dtype, [O.V_STAGES, 1, 1, O.ROWS, O.V_WIDTH], do.layout)
-    k_buffers = gl.allocate_shared_memory(q.dtype, [1, 1, 1, O.KEYS, O.WIDTH], k.layout)
-    v_buffers = gl.allocate_shared_memory(q.dtype, [1, 1, 1, O.KEYS, O.V_WIDTH], v.layout)
+    q_buffers = buffers_of(O.STAGES, O.WIDTH, q)
+    do_buffers = buffers_of(O.V_STAGES, O.V_WIDTH, do)
+    k_buffers = buffers_of(1, O.WIDTH, k)
+    v_buffers = buffers_of(1, O.V_WIDTH, v)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([O.KEYS, O.ROWS], q.dtype)
     p_buffers = gl.allocate_shared_memory(q.dtype, [2, O.KEYS, O.ROWS], p_layout)
     row_buffers = gl.allocate_shared_memory(gl.float32, [2 * O.STAGES, 1, 1, O.ROWS], statistics.layout)
     rings = KeyRings(
-        ring_of(k_buffers, 1), ring_of(v_buffers, 1), ring_of(q_buffers, 2), ring_of(do_buffers, 2),
-        ring_of(row_buffers, 1), ring_of(p_buffers, 1),
+        ring_of_parts(k_buffers, 1), ring_of_parts(v_buffers, 1), ring_of_parts(q_buffers, 2),
+        ring_of_parts(do_buffers, 2), ring_of(row_buffers, 1), ring_of(p_buffers, 1),
     )  # fmt: skip
     fence_async_shared()
     call = Call(q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total)
@@ -325,12 +322,12 @@ def keys_producer(q_desc, do_desc, k_desc, v_desc, rings, call, O: gl.constexpr)
     lo, hi, _, _ = key_blocks(first, call, O.ROWS, O)
     kv = h // call.group
     for c in gl.static_range(O.ROWS // PIECE):
-        rings.do.load(c, do_desc, [b, h, first + PIECE * c, 0])
-        rings.q.load(c, q_desc, [b, h, first + PIECE * c, 0])
+        rings.do.load_parts(c, do_desc, [b, h, first + PIECE * c, 0])
+        rings.q.load_parts(c, q_desc, [b, h, first + PIECE * c, 0])
     for n in range(hi - lo):
         j0 = (hi - 1 - n) * O.KEYS
-        rings.k.load(n, k_desc, [b, kv, j0, 0])
-        rings.v.load(n, v_desc, [b, kv, j0, 0])
+        rings.k.load_parts(n, k_desc, [b, kv, j0, 0])
+        rings.v.load_parts(n, v_desc, [b, kv, j0, 0])
 
 
 @gluon.jit
@@ -341,16 +338,12 @@ def row_statistics(
 
     L is lse in bits. Of a row without keys, and behind the last row, -L is -inf, from which comes P = 0.
     """
-    ACROSS: gl.constexpr = O.V_WIDTH // 8  # lanes of a row: 16 rows are a warp's, as they are of scores
-    layout: gl.constexpr = gl.BlockedLayout([ACROSS // 2, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.KEYS, 16])
+    PARTS: gl.constexpr = parts(O.V_WIDTH)
+    s_layout: gl.constexpr = accumulator(O.KEYS)
     bh = (b * call.heads + h).to(gl.int64)
-    i = first + gl.arange(0, PIECE, gl.SliceLayout(1, layout))
-    column = gl.arange(0, O.V_WIDTH, gl.SliceLayout(0, layout))
-    at = (bh * call.q_len + i)[:, None] * (v_eighth * 8) + column[None, :]
-    o_tile = gl.load(o + at, mask=(i < call.q_len)[:, None] & (column < v_eighth * 8)[None, :], other=0.0)
-    minus_delta = -gl.sum(o_tile.to(gl.float32) * do.load(layout).to(gl.float32), 1)
-    minus_delta = gl.convert_layout(minus_delta, gl.SliceLayout(1, s_layout))
+    minus_delta = minus_delta_of(do[0], o, 0, v_eighth, bh, first, call, s_layout)
+    for n in gl.static_range(1, len(PARTS)):
+        minus_delta += minus_delta_of(do[n], o, PARTS[0], v_eighth, bh, first, call, s_layout)
     i = first + gl.arange(0, PIECE, gl.SliceLayout(1, s_layout))
     inside = i < call.q_len
     if dlse is not None:
@@ -365,13 +358,27 @@ def row_statistics(
 
 
 @gluon.jit
+def minus_delta_of(do, o, COLUMN: gl.constexpr, v_eighth, bh, first, call, s_layout: gl.constexpr):
+    """What a part of dO, from COLUMN on, gives of -rowsum(dO * O)."""
+    COLUMNS: gl.constexpr = do.shape[1]
+    ACROSS: gl.constexpr = COLUMNS // 8  # lanes of a row: 16 rows are a warp's, as they are of scores
+    layout: gl.constexpr = gl.BlockedLayout([ACROSS // 2, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
+    i = first + gl.arange(0, PIECE, gl.SliceLayout(1, layout))
+    column = COLUMN + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    at = (bh * call.q_len + i)[:, None] * (v_eighth * 8) + column[None, :]
+    o_tile = gl.load(o + at, mask=(i < call.q_len)[:, None] & (column < v_eighth * 8)[None, :], other=0.0)
+    minus_delta = -gl.sum(o_tile.to(gl.float32) * do.load(layout).to(gl.float32), 1)
+    return gl.convert_layout(minus_delta, gl.SliceLayout(1, s_layout))
+
+
+@gluon.jit
 def add_block(dq, n, first, j0, masked, minus_L, minus_delta, rings, call, C: gl.constexpr, O: gl.constexpr):
     """dQ with the n-th block of keys taken in; dP is in flight during the exponentials."""
-    k = rings.k.wait(n)
-    S = product(held(rings.q, C, n), matrix(k))
-    v = rings.v.wait(n)
-    dP = product(held(rings.do, C, n), matrix(v))
-    S = warpgroup_mma_wait(1, [S])
+    k = wait_for(rings.k, n)
+    S = product(held(rings.q, C, n), k)
+    v = wait_for(rings.v, n)
+    dP = product(held(rings.do, C, n), v)
+    S = warpgroup_mma_wait(len(v), [S])
     S, slope = cap(S, call, O)
     if masked:
         S = mask(S, first, j0, call, O)
@@ -379,8 +386,7 @@ def add_block(dq, n, first, j0, masked, minus_L, minus_delta, rings, call, C: gl
     rings.v.wait(n)  # which it has done: ptxas moves the wait for dP above the exponentials, but over no loop
     dP = warpgroup_mma_wait(0, [dP])
     rings.v.release(n)
-    dq, dS = add_product(P * (dP + minus_delta[:, None]), matrix(k), dq)
-    dq, dS = warpgroup_mma_wait(0, [dq, dS])
+    dq = add_product(P * (dP + minus_delta[:, None]), k, dq)
     rings.k.release(n)
     return dq
 
@@ -391,20 +397,17 @@ def queries(
     O: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: rows [64 C, 64 C + 64) of the tile. Blocks that the other one's rows see, and its own do not, it hands back."""
-    WIDTH: gl.constexpr = O.WIDTH
-    q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     tile, b, h = query_tile(call, O)
     tile_lo, tile_hi, _, _ = key_blocks(tile, call, O.ROWS, O)
     first = tile + PIECE * C
     lo, hi, free_lo, free_hi = key_blocks(first, call, PIECE, O)
     hi = gl.minimum(hi, tile_hi)
     lo = gl.minimum(gl.maximum(lo, tile_lo), hi)
-    do = rings.do.wait(C)
     minus_L, minus_delta = row_statistics(
-        matrix(do), o, lse, dlse, statistics, dlse_b, dlse_h, dlse_r, v_eighth, padded, b, h, first, call, O
+        wait_for(rings.do, C), o, lse, dlse, statistics, dlse_b, dlse_h, dlse_r, v_eighth, padded, b, h, first, call, O
     )  # fmt: skip
-    q_buffer = rings.q.wait(C)
-    dq = gl.zeros([PIECE, WIDTH], gl.float32, q_layout)
+    rings.q.wait(C)
+    dq = zeros(O.WIDTH)
     n = 0
     for _ in range(tile_hi - hi):
         rings.k.skip(n)
@@ -419,8 +422,7 @@ def queries(
         rings.k.skip(n)
         rings.v.skip(n)
         n += 1
-    dq = dq * (call.scale * LN2)
-    store_by_tma(dq.to(rings.q.buffers.dtype), q_buffer, dq_desc, [b, h, first, 0])
+    store(scaled(dq, call), rings.q.parts(C), dq_desc, [b, h, first, 0])
     wait_for_stores()
 
 
@@ -440,11 +442,14 @@ def dq_kernel(
     o (B, Hq, Sq, 8 v_eighth) and lse (B, Hq, Sq), contiguous; dlse: of lse's shape, or None. statistics (2, B Hq, padded):
     -L and -delta are stored there, padded being a multiple of ROWS.
     """
-    q_buffers = gl.allocate_shared_memory(q.dtype, [2, 1, 1, PIECE, O.WIDTH], q.layout)
-    do_buffers = gl.allocate_shared_memory(q.dtype, [2, 1, 1, PIECE, O.V_WIDTH], do.layout)
-    k_buffers = gl.allocate_shared_memory(q.dtype, [O.STAGES, 1, 1, O.KEYS, O.WIDTH], k.layout)
-    v_buffers = gl.allocate_shared_memory(q.dtype, [O.V_STAGES, 1, 1, O.KEYS, O.V_WIDTH], v.layout)
-    rings = QueryRings(ring_of(q_buffers, 1), ring_of(do_buffers, 1), ring_of(k_buffers, 2), ring_of(v_buffers, 2))
+    q_buffers = buffers_of(2, O.WIDTH, q)
+    do_buffers = buffers_of(2, O.V_WIDTH, do)
+    k_buffers = buffers_of(O.STAGES, O.WIDTH, k)
+    v_buffers = buffers_of(O.V_STAGES, O.V_WIDTH, v)
+    rings = QueryRings(
+        ring_of_parts(q_buffers, 1), ring_of_parts(do_buffers, 1), ring_of_parts(k_buffers, 2),
+        ring_of_parts(v_buffers, 2),
+    )  # fmt: skip
     fence_async_shared()
     call = Call(q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total)
     # Arguments that are compile-time constants stay that only in tuples written in the call.

@@ -136,7 +136,6 @@ def shared_bytes(config: Config, wide: int, v_wide: int) -> int:
 
 # ---- backward, dQ by TMA ---------------------------------------------------------------------------------------------
 
-BACKWARD_WIDTHS = (64, 128, 256)
 BACKWARD_KEYS = 128  # of a tile: a piece for each of two consumers
 
 
@@ -151,12 +150,15 @@ class Backward:
     registers: tuple[int, int] = (240, 24)  # of a consumer's and the producer's thread
 
 
-# By columns of the tiles, of Q, K, V and dO alike. TFLOP/s as above, of the whole backward. rows * columns is 8192: a
-# consumer's share of dQ is then (64, 64).
+# By columns of the tiles, of Q, K, V and dO alike. TFLOP/s as above, of the whole backward. rows * columns is 8192 at most: a
+# consumer's share of dQ is then (64, 64), or smaller.
 BACKWARD: dict[int, Backward] = {
     64: Backward(
         128, 2, 2, "full 300 at 512, 496 at 4k, 503 at 16k; causal 184, 457, 514. One place for dQ: 298, 490, 499; 184, 451, 507."
         " Consumers that add to dQ themselves: 308, 488, 491; 189, 455, 507",
+    ),
+    96: Backward(
+        64, 2, 1, "not measured yet: as 128 columns. There is room for three blocks and two places",
     ),
     128: Backward(
         64, 2, 1, "full 366 at 512, 597 at 4k, 609 at 16k; causal 227, 573, 634. Two places for dQ: 358, 583, 595; 226, 575, 626."
@@ -166,8 +168,13 @@ BACKWARD: dict[int, Backward] = {
 
 
 def backward_width(size: int) -> int:
-    """The columns of a tile of heads of this size: all in one part."""
-    return width(size, BACKWARD_WIDTHS)
+    """The columns of a tile of the fused backward, of heads of this size."""
+    return width(size, tuple(BACKWARD))
+
+
+def dq_columns(wide: int) -> int:
+    """Of dQ those that are added and rounded at once, 64 rows of them: of each consumer's share a divisor."""
+    return min(PIECE, wide & -wide)
 
 
 def backward_shared_bytes(config: Backward, wide: int) -> int:
@@ -175,7 +182,7 @@ def backward_shared_bytes(config: Backward, wide: int) -> int:
     k_v = 2 * 2 * BACKWARD_KEYS * wide
     queries = config.stages * config.rows * (2 * 2 * wide + 2 * 4)
     ds = 2 * 2 * BACKWARD_KEYS * config.rows
-    dq = 4 * config.places * config.rows * wide
+    dq = 4 * config.places * 2 * PIECE * PIECE  # of both consumers, as if their shares were alike
     return k_v + queries + ds + dq
 
 
@@ -207,10 +214,24 @@ class Split:
     evidence: str
 
 
-# TFLOP/s of the whole backward, as above, at 256 columns. With vector atomics, in a study, 0.9 of it.
-SPLIT = Split(
-    Kernel(128, 64, 2, 1), Kernel(64, 64, 2, 2), "full 354 at 512, 518 at 4k, 508 at 16k; causal 240, 494, 549"
-)  # fmt: skip
+# By columns of the tiles of Q and K, and of V and dO. TFLOP/s of the whole backward, as above. With vector atomics, in a
+# study, 0.9 of it.
+SPLIT: dict[tuple[int, int], Split] = {
+    (192, 128): Split(
+        Kernel(128, 64, 3, 3), Kernel(64, 64, 3, 3), "not measured yet: as many blocks as there is room for, alike for K and V",
+    ),
+    (192, 192): Split(
+        Kernel(128, 64, 3, 2), Kernel(64, 64, 3, 3), "not measured yet: as many blocks as there is room for",
+    ),
+    (256, 256): Split(
+        Kernel(128, 64, 2, 1), Kernel(64, 64, 2, 2), "full 354 at 512, 518 at 4k, 508 at 16k; causal 240, 494, 549",
+    ),
+}  # fmt: skip
+
+
+def split_of(size: int, v_size: int) -> Split:
+    """The first one whose tiles such heads fit in."""
+    return next(row for (wide, v_wide), row in SPLIT.items() if size <= wide and v_size <= v_wide)
 
 
 def is_split(problem: Problem) -> bool:

@@ -67,8 +67,13 @@ class Ring:
     @gluon.jit
     def parts(self, n):
         """Item n's buffers, one for each part."""
+        return self.place(n % self.STAGES)
+
+    @gluon.jit
+    def place(self, n):
+        """The n-th buffers."""
         first = (self.buffers,)
-        return [part.index(n % self.STAGES) for part in first + self.others]
+        return [part.index(n) for part in first + self.others]
 
     @gluon.jit
     def acquire(self, n):
@@ -91,9 +96,7 @@ class Ring:
     def load_parts(self, n, descriptor, at):
         """The writer: the same of a tile in parts, by a load for each chunk."""
         full = self.expect(n, self.BYTES)
-        chunks = chunks_of(self.parts(n), descriptor)
-        for c in gl.static_range(len(chunks)):
-            tma_load(descriptor, beside(at, c * descriptor.block_shape[-1]), full, chunks[c])
+        load_chunks(self.parts(n), descriptor, at, full)
 
     @gluon.jit
     def expect(self, n, BYTES: gl.constexpr):
@@ -137,6 +140,14 @@ def ring_of_parts(parts, READERS: gl.constexpr):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=READERS)
     return Ring(parts[0], parts[1:], full, empty)
+
+
+@gluon.jit
+def load_chunks(parts, descriptor, at, full):
+    """A TMA load for each chunk of a tile; `full` hears of its bytes."""
+    chunks = chunks_of(parts, descriptor)
+    for c in gl.static_range(len(chunks)):
+        tma_load(descriptor, beside(at, c * descriptor.block_shape[-1]), full, chunks[c])
 
 
 @gluon.jit

@@ -267,6 +267,12 @@ def times(o, factor):
 
 
 @gluon.jit
+def scaled(sums, call):
+    """dQ or dK, times the scale: of a call it is that of bits."""
+    return [part * (call.scale * LN2) for part in sums]
+
+
+@gluon.jit
 def of_rows_in_use(o, L, end):
     """(O, lse) with 0 and -inf in rows from `end` on, where Q may have been NaN."""
     used = gl.arange(0, PIECE, L.type.layout) < end
