@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections import defaultdict
 from dataclasses import replace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,6 @@ def meta(*shape: int) -> torch.Tensor:
         ({"scale": -0.5}, "it takes a positive scale, not -0.5"),
         ({"bias": meta(200, 200)}, "it does not take a bias yet"),
         ({"alibi_slopes": meta(2)}, "it does not take ALiBi yet"),
-        ({"dropout_p": 0.1, "seed": 1}, "it does not take dropout yet"),
     ],
     ids=str,
 )  # fmt: skip
@@ -215,7 +215,11 @@ def compiled(problem: Problem) -> tuple[Any, str]:
     aux, lists = contents_of(problem)
     start = host.launch_of(problem, (0, 0, 0, 0), 132, True, lists, *(x.stride() for x in (q, k, v))).start
     with recording() as launches:
-        start(o, q, k, v, torch.empty(problem.lse_shape), sink, torch.zeros(1, dtype=torch.int32), *host.contents(aux))
+        seed = torch.zeros((), dtype=torch.int64) if problem.dropout_p else None
+        start(
+            o, q, k, v, torch.empty(problem.lse_shape), sink, seed, torch.zeros(1, dtype=torch.int32),
+            *host.contents(aux),
+        )  # fmt: skip
     said = io.StringIO()
     with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(said):
         knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
@@ -286,6 +290,85 @@ def test_a_kernel_compiles_within_its_limits(d: int, v_dim: int, dtype: torch.dt
 @pytest.mark.parametrize(("d", "v_dim", "dtype", "kind"), EVERY, ids=str)
 def test_every_kernel_compiles_within_its_limits(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
     check(d, v_dim, dtype, kind)
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+class Numbers(np.ndarray):
+    """A tensor of the steps played in Python: as many bits as its dtype says, and they wrap around."""
+
+    def permute(self, order: list[int]) -> Numbers:
+        return self.transpose(order)
+
+    def to(self, dtype: Any) -> Numbers:
+        return self.astype(dtype)
+
+    type = SimpleNamespace(layout=None)
+
+
+def numbers_of(x: Any, dtype: Any) -> Numbers:
+    return np.asarray(x, dtype).view(Numbers)
+
+
+def drawn_by_asm(asm: str, constraints: str, args: tuple[Any, ...], dtype: Any, **_: Any) -> list[Numbers]:
+    """The few instructions of PTX that `drop` is made of, for all elements at once."""
+    outputs = len(dtype)
+    args = np.broadcast_arrays(*(np.asarray(x) for x in args))
+    assert constraints.count(",") + 1 == outputs + len(args)
+    assert all(c == "r" for c in constraints.split(",")[2 * outputs :])
+    place: dict[str, Any] = {f"${outputs + n}": x for n, x in enumerate(args)}
+    for text in re.findall(r"([a-z][a-z0-9.]* [^;]*);", asm.split("m; ", 1)[1]):
+        name, rest = text.split(" ", 1)
+        to, *given = re.findall(r"\{[^}]*\}|\$?\w+", rest)
+        x = [place[g] if g in place else int(g.removeprefix("0f")) for g in given]
+        if name == "mul.wide.u32":
+            place[to] = x[0].astype(np.uint64) * np.uint64(x[1])
+        elif name == "mov.b64":
+            low, high = re.findall(r"\w+", to)
+            place[low], place[high] = x[0].astype(np.uint32), (x[0] >> np.uint64(32)).astype(np.uint32)
+        else:
+            place[to] = {
+                "xor.b32": lambda a, b: a ^ b, "mov.b32": lambda a: a,
+                "setp.gt.u32": lambda a, b: a > b.astype(np.uint32), "selp.f32": lambda a, b, p: np.where(p, a, b),
+            }[name](*x)  # fmt: skip
+    return [place[f"${n}"].view(Numbers) for n in range(outputs)]
+
+
+@pytest.mark.parametrize(("KEYS", "p"), [(128, 0.1), (64, 0.5), (64, 1.0), (128, 1e-12)])
+def test_a_piece_drops_the_pairs_that_the_contract_says(KEYS: int, p: float) -> None:
+    """`lots_of` and `drop` as the Python that they are, but for layouts."""
+    pytest.importorskip("triton")
+    from tilewise.algorithm.dropout import keep
+    from tilewise.kernels.hopper import dropout
+    from tilewise.kernels.triton.host import dropout as numbers
+
+    constants = {name: getattr(dropout, name).value for name in ("A", "B", "STEP_0", "STEP_1", "ROUNDS", "BEGUN")}
+    names: dict[str, Any] = vars(dropout) | constants | {
+        "PIECE": 64, "numbers": lambda dim, x: np.arange(x.shape[dim]).reshape(
+            [-1 if n == dim else 1 for n in range(x.ndim)]
+        ).view(Numbers),
+        "gl": SimpleNamespace(
+            uint32=np.uint32, float32=np.float32, tuple=tuple, constexpr=Any, load=lambda x: x, to_tensor=lambda x: x,
+            static_range=range, split=lambda x: (x[..., 0], x[..., 1]),
+            join=lambda a, b: np.stack((a, b), -1).view(Numbers), convert_layout=lambda x, *_, **__: x,
+            umulhi=lambda x, y: (x.astype(np.uint64) * np.uint64(y) >> np.uint64(32)).astype(np.uint32).view(Numbers),
+            inline_asm_elementwise=drawn_by_asm,
+        ),
+    }  # fmt: skip
+    plain: dict[str, Any] = {"_drop": dropout._drop, "_operands": dropout._operands}
+    for name in ("begin", "steps_of", "lots_of", "drop"):
+        plain[name] = FunctionType(getattr(dropout, name).fn.__code__, names | plain, name)
+    (s, h, first, j0), (b0, h0, i0, k0) = (2, 5, 192, 640), (3, 4, 48, 256)
+    seed = -(2**62) + 12345
+    least, scale = numbers(p)
+    draw = (numbers_of(seed, np.int64), numbers_of(least, np.int32), scale, b0, h0, i0, k0)
+    P = numbers_of(np.ones((64, KEYS)), np.float32)
+    with np.errstate(over="ignore"):
+        lots = plain["lots_of"](draw, *(numbers_of(x, np.int32) for x in (s, h, first)))
+        got = plain["drop"](P, lots, numbers_of(j0, np.int32))
+    i, j = i0 + first + torch.arange(64)[:, None], k0 + j0 + torch.arange(KEYS)[None]
+    assert torch.equal(torch.from_numpy(np.asarray(got)) != 0, keep(seed, p, *torch.tensor([b0 + s, h0 + h]), i, j))
 
 
 # ---- the protocol, played --------------------------------------------------------------------------------------------
