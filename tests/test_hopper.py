@@ -93,6 +93,13 @@ def test_what_it_takes(d: int, v_dim: int, band: Band) -> None:
     assert "hopper: chosen\n" in tilewise.explain(problem)
 
 
+def test_dropout_that_it_takes() -> None:
+    pytest.importorskip("triton")
+    problem = problem_of(dropout_p=0.1, seed=1)
+    assert backend.why_not(problem) is None
+    assert "hopper: chosen; its backward is triton's: it takes no dropout" in tilewise.explain(problem)
+
+
 def test_sequences_and_block_masks_that_it_takes() -> None:
     pytest.importorskip("triton")
     seen = tilewise.BlockMask.butterfly(200, 200)
@@ -112,14 +119,14 @@ def test_sequences_and_block_masks_that_it_takes() -> None:
 def test_rows_fit_the_shared_memory_and_the_registers() -> None:
     assert all(row.evidence for row in config.TABLE.values())
     for sizes in itertools.product(config.WIDTHS, repeat=2):
-        for kind in config.KINDS:
-            cfg = config.row_of(*sizes).config(kind)
+        problem = problem_of(*sizes, dropout_p=0.5, seed=1)
+        for cfg in (*(config.row_of(*sizes).config(kind) for kind in config.KINDS), config.choose(problem)):
             assert cfg.rows % config.PIECE == 0
             assert cfg.keys % config.PIECE == 0
             # A piece's last block and its tile's are then neighbours or one (`steps.mask`: what `MASKED` relies on).
             consumer, producer = cfg.registers
             assert 128 * (consumer * cfg.consumers + producer) <= 65536
-            assert config.shared_bytes(cfg, *sizes) + config.BARRIERS <= config.SHARED, (sizes, kind)
+            assert config.shared_bytes(cfg, *sizes) + config.BARRIERS <= config.SHARED, (sizes, cfg)
 
 
 def test_a_configuration_depends_on_no_batch_and_no_heads() -> None:
@@ -178,6 +185,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "packed": {"layout": Layout.PACKED, "batch": 3}, "blocks": {"blocks": True, "q_len": 1024},
     "packed causal": {"layout": Layout.PACKED, "batch": 3, "band": causal},
     "lengths": {"batch": 3, "q_len": 1000, "q_lens": True, "k_lens": True},
+    "dropout": {"band": causal, "q_len": 1024, "dropout_p": 0.1, "seed": 1},
     "every": {
         "layout": Layout.PACKED, "batch": 3, "blocks": True, "band": sliding_window(100), "q_lens": True,
         "k_lens": True, "softcap": 20.0, "sink": meta(2),
@@ -186,11 +194,12 @@ KINDS: dict[str, dict[str, Any]] = {
 SOME = [  # of EVERY, for a kernel takes some ten seconds
     (64, 64, BF16, "full"), (64, 64, BF16, "long"), (128, 128, BF16, "causal"), (96, 96, F16, "causal"),
     (128, 128, BF16, "dressed"), (192, 192, BF16, "full"), (256, 256, BF16, "ragged"), (192, 128, BF16, "causal"),
-    (128, 128, BF16, "packed causal"), (128, 128, BF16, "blocks"),
+    (128, 128, BF16, "packed causal"), (128, 128, BF16, "blocks"), (128, 128, BF16, "dropout"),
 ]  # fmt: skip
 SPILLS = {"3.7": 36, "3.9": 144}  # bytes, of what their newer ptxas keeps from tile to tile; in no loop over keys
 SPILLS_BESIDE = {(192, 128): 64}  # of a tile's numbers, beside the places of K's and Q's parts
 SPILLS_OF_ALL = 96  # of a kernel with every option: numbers of a tile, in no loop over keys either
+SPILLS_OF_DROPOUT = 256  # numbers of a tile, in no loop over keys
 UNLIKE = [(256, 128), (128, 256), (128, 64), (64, 128), (256, 64), (64, 256)]
 UNLIKE += [(192, 128), (128, 192), (96, 64), (96, 256)]
 EVERY = [(d, d, dtype, kind) for d in config.WIDTHS for dtype in (BF16, F16) for kind in KINDS]
@@ -262,7 +271,7 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
 
     taken = resources(binary)
     allowed = SPILLS.get(triton.__version__[:3], 0) + SPILLS_BESIDE.get((d, v_dim), 0)
-    assert taken.spilled <= allowed + (SPILLS_OF_ALL if kind == "every" else 0)
+    assert taken.spilled <= allowed + {"every": SPILLS_OF_ALL, "dropout": SPILLS_OF_DROPOUT}.get(kind, 0)
     assert not taken.unwritten, "ptxas left out an instruction"
     bytes_of_tiles = config.shared_bytes(cfg, config.width(d), config.width(v_dim))
     assert bytes_of_tiles < taken.shared <= min(bytes_of_tiles + config.BARRIERS, config.SHARED)
@@ -279,6 +288,8 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
     overlapped = re.findall(rf"DEPBAR\.LE gsb0, 0x{parts}(.*?)DEPBAR\.LE gsb0, 0x0", listing, re.DOTALL)
     assert [part.count("MUFU.EX2") >= cfg.keys // 2 for part in overlapped] == [True] * cfg.consumers * steps
     assert not any(re.search("STL|LDL", part) for part in overlapped)
+    if kind == "dropout":  # and so do most of Philox's products, 16 for four of a thread's pairs
+        assert all(part.count("IMAD.WIDE") >= cfg.keys for part in overlapped)
 
 
 @pytest.mark.parametrize(("d", "v_dim", "dtype", "kind"), SOME, ids=str)
@@ -458,7 +469,7 @@ def test_sequences_and_block_masks_played(seed: int) -> None:
         diagonal += band.offset(q_len, k_len)
     rows = 128 if blocks else r.choice((128, 192))
     cfg = config.Config(rows, r.choice((64, 128)), r.choice((2, 3)), r.choice((1, 2)), r.random() < 0.7)
-    options = host.Options.of(problem, cfg, diagonal if known else None, origin)
+    options = replace(host.Options.of(problem, cfg, diagonal if known else None, origin), DROPOUT=r.random() < 0.5)
     tiles = q_len // rows + batch + 1 if packed else -(-q_len // rows)
     total = tiles * problem.heads * (1 if packed else batch)
     lists: tuple[Any, ...] = NO_LISTS

@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
+from .dropout import drop, lots_of
 from .pipeline import (
     Ring,
     aggregate,
@@ -33,7 +34,6 @@ from .pipeline import (
     take_turn,
     wait_for_stores,
 )  # fmt: skip
-from .dropout import drop, lots_of
 from .steps import (
     INF,
     accumulator,
@@ -229,7 +229,9 @@ def block_at(n, block, free_lo, free_hi, rings, O: gl.constexpr):
 
 
 @gluon.jit
-def first_step(q, n, first, block, bits, above, lots, rings, call, KEYS: gl.constexpr, C: gl.constexpr, O: gl.constexpr):
+def first_step(
+    q, n, first, block, bits, above, lots, rings, call, KEYS: gl.constexpr, C: gl.constexpr, O: gl.constexpr
+):
     """(P, m, l) of a piece's first block n, or of the first KEYS keys of it. above: how many blocks it has skipped.
 
     block: as `block_at` has it. bits: a BlockMask's pool.
