@@ -151,7 +151,8 @@ def array_case(row: dict[str, Any], n: int) -> Case:
         q_len=q_len, k_len=k_len, dim=dim, v_dim=dim if row["d_v"] == "d" else size(row["d_v"]),
         std=r.choice((0.3, 1.0, 2.0)), layout=r.choice(LAYOUTS), scale=r.choice((None, None, 0.1)), band=band,
         softcap=r.choice((0.7, 5.0, 50.0)) if row["softcap"] else 0.0, sink=row["sink"], mask=row.get("mask"),
-        mask_dims=r.choice(("", "b", "h", "bh")), grad=True, lse_grad=n == 1, dropout_p=row["dropout_p"], dropout_seed=r.randrange(2**63),
+        mask_dims=r.choice(("", "b", "h", "bh")), grad=True, lse_grad=n == 1, dropout_p=row["dropout_p"],
+        dropout_seed=r.randrange(2**63),
     )  # fmt: skip
     return with_lengths(r, case, row) if "layout" in row else case
 

@@ -4,7 +4,7 @@ One Philox call has words for the pairs {i, i + 8} x {j, j + 8}. A thread of a p
 keys 8 a + 2 lane + b: so all four words of a call are for pairs of its own, and nothing is exchanged.
 
 What a call costs in the loop over keys (SASS, Triton 3.6, d 128): 16 IMAD.WIDE, 18 LOP3, and for each of its four pairs ISETP
-and FSEL, 42 instructions or 10.5 a pair; without dropout the loop has 7.2 a pair. Keys are in uniform registers.
+and FSEL, 42 instructions or 10.5 a thread's pair; without dropout the loop has 7.2. Keys are in uniform registers.
 """
 
 # No `from __future__ import annotations`: as in `pipeline`.
@@ -43,7 +43,7 @@ def drop(P, lots, j0):
     P_01, P_11 = gl.split(right)
     i = first + 16 * numbers(0, P_00) + numbers(1, P_00)
     of_block, c2_2, c0_3, c2_3, c3_3 = begin(i.to(gl.uint32), b.to(gl.uint32), h.to(gl.uint32), key_0, key_1)
-    # j by exclusive or: its bits come from three places, and those of a register are a constant.
+    # j by exclusive or, for its bits come from three places: so a register's part is the constant of an instruction that is there.
     of_lane = of_block ^ (j0 + origin + 2 * numbers(3, P_00)).to(gl.uint32)
     j = of_lane ^ (16 * numbers(2, P_00) + numbers(4, P_00)).to(gl.uint32)
     keys: gl.tuple = ()

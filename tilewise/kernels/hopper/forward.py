@@ -288,6 +288,10 @@ def step(P, o, m, l, q, n, first, block, bits, lots, rings, call, C: gl.constexp
     stay_before(l)
     if O.DROPOUT:
         P_next = drop(P_next, lots, j0)
+        if O.KEYS < 128:
+            P_next = computed(
+                P_next.to(rings.q.buffers.dtype)
+            )  # Else beside wide O's ptxas drops pairs after the wait, and spills.
     o = wait_for_values(o)
     rings.v.release(n - 1)
     # Only now: the matmul in flight read P's registers.
@@ -406,7 +410,8 @@ def forward_kernel(
     """o, q, k, v: TMA descriptors of (B, H, S, D) in blocks of 64 rows (o, q) or KEYS, and of a chunk's columns.
 
     lse: (B, Hq, Sq), contiguous. Packed: q and k of (1, H, T, D), o and v `tensors.ragged`, v with k_lens too; lse (Hq, T), q_len and k_len are T.
-    sink: (Hq,) or None. counter: one int32, 0 before the launch and after it. v_apart: rows of V between sequences.
+    sink: (Hq,) or None. seed: of dropout, one int64, or None; least: the largest word that is dropped. counter: one int32, 0 before the
+    launch and after it. v_apart: rows of V between sequences.
     full_count ... bits: a BlockMask's query-major lists and its pool, or None; blocks_*: their strides; base: where
     (b, h) = 0 is among their rows.
     """
