@@ -23,12 +23,12 @@ PREFIX = "hopper "  # of the names
 ARRAY: dict[str, tuple[Hashable, ...]] = {  # what its kernel is compiled for
     "dtype": (F16, BF16), "d": config.WIDTHS, "d_v": (64, 128, 256, "d"),
     "band": ("full", "causal", "ragged", "left", "window"), "softcap": (False, True), "sink": (None, F32),
-    "length": (1024, config.LONG),
+    "length": (1024, config.LONG), "dropout_p": (0.0, 0.3),
 }  # fmt: skip
 VARIED: dict[str, tuple[Hashable, ...]] = {  # and with sequences of unlike lengths and BlockMasks
     "dtype": (F16, BF16), "d": tuple(config.BACKWARD), "d_v": ("d",), "band": ("full", "causal", "window"),
     "softcap": (False, True), "sink": (None, F32), "length": (1024,), "mask": (None, "blocks"),
-    "layout": ("dense", "packed", "packed, own keys"), "lens": ("", "q", "k", "qk"),
+    "layout": ("dense", "packed", "packed, own keys"), "lens": ("", "q", "k", "qk"), "dropout_p": (0.0, 0.1),
 }  # fmt: skip
 WIDE = VARIED | {"d": tuple(wide for wide in config.WIDTHS if wide > max(config.BACKWARD))}  # with those it is Triton's
 VALUES = 3  # cases a row
@@ -86,6 +86,8 @@ def promised_names() -> frozenset[str]:
 
 def has_backward(case: Case) -> bool:
     """Of its own."""
+    if case.dropout_p:
+        return False
     return is_narrow(case) or case.mask is case.cu_q is case.q_lens is case.k_lens is None
 
 
@@ -103,12 +105,13 @@ def on_hopper_twice() -> frozenset[str]:
         )
         and is_narrow(case)
         and case.mask is None
+        and not case.dropout_p
     )
 
 
 def is_taken(case: Case) -> bool:
     """Whether why_not says so of the case on a Hopper GPU."""
-    if case.mask == "bool" or case.bias_dims is not None or case.slopes or case.dropout_p:
+    if case.mask == "bool" or case.bias_dims is not None or case.slopes:
         return False  # what is left can be asked without the tensors' contents
     if not case.q_len * case.k_len * case.batch * case.kv_heads:
         return False
@@ -148,7 +151,8 @@ def array_case(row: dict[str, Any], n: int) -> Case:
         q_len=q_len, k_len=k_len, dim=dim, v_dim=dim if row["d_v"] == "d" else size(row["d_v"]),
         std=r.choice((0.3, 1.0, 2.0)), layout=r.choice(LAYOUTS), scale=r.choice((None, None, 0.1)), band=band,
         softcap=r.choice((0.7, 5.0, 50.0)) if row["softcap"] else 0.0, sink=row["sink"], mask=row.get("mask"),
-        mask_dims=r.choice(("", "b", "h", "bh")), grad=True, lse_grad=n == 1,
+        mask_dims=r.choice(("", "b", "h", "bh")), grad=True, lse_grad=n == 1, dropout_p=row["dropout_p"],
+        dropout_seed=r.randrange(2**63),
     )  # fmt: skip
     return with_lengths(r, case, row) if "layout" in row else case
 

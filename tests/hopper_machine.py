@@ -178,7 +178,9 @@ class Block:
 
     def _consumer(self, c: int) -> Callable[[], None]:
         consume = self.rewired(forward.consumer)
-        return lambda: consume("o", (Buffers([["o"]] * 3),), Anything(), None, "bits", self.rings, self.call, c, self.O)
+        return lambda: consume(
+            "o", (Buffers([["o"]] * 3),), Anything(), None, "bits", Anything(), self.rings, self.call, c, self.O
+        )
 
     def call_of(self, *numbers: int) -> Any:
         """A walk.Call with its own methods."""
@@ -222,7 +224,8 @@ class Block:
             "stay_before": lambda _: None, "computed": lambda x: x, "uniform": lambda x: x,
             "wait_for_stores": lambda: None,
             "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else deps,
-            "softmax": lambda S, *_: (_Scores(S), "m", Anything(), "alpha"),
+            "softmax": lambda S, *_: (_Scores(S), Anything(), Anything(), "alpha"),
+            "stay_behind": lambda _: None, "lots_of": lambda _, *place: place, "drop": self.drop,
             "finalize": lambda *_: (Anything(), Anything()), "store": self.store, "Call": self.call_of,
             "of_rows_in_use": self.of_rows_in_use,
             "Place": lambda *fields: SimpleNamespace(**dict(zip(PLACE, fields, strict=True))),
@@ -310,6 +313,17 @@ class Block:
         assert (bits, consumer) == ("bits", int(threading.current_thread().name))
         self.bits[S] = tile
         return S
+
+    def drop(self, P: Any, lots: tuple[int, int, int], j0: int) -> Any:
+        """By places in the sequence, of which the tensors' are known."""
+        (s, h, first), (q, k) = lots, P.S
+        assert (q[2], k[3] - q[3]) == (h, j0 - first + self.starts(s)[1] - self.starts(s)[0])
+        assert (q[1], q[3]) == (0 if self.O.PACKED else s, self.starts(s)[0] + first)
+        return P
+
+    def starts(self, s: int) -> tuple[int, int]:
+        """Sequence s's first query and key."""
+        return (self.lengths[0].data[s], self.lengths[1].data[s]) if self.O.PACKED else (0, 0)
 
     def of_rows_in_use(self, o: Any, L: Any, end: int) -> tuple[Any, Any]:
         self.log.append(("in use", int(threading.current_thread().name), end))

@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections import defaultdict
 from dataclasses import replace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,6 @@ def meta(*shape: int) -> torch.Tensor:
         ({"scale": -0.5}, "it takes a positive scale, not -0.5"),
         ({"bias": meta(200, 200)}, "it does not take a bias yet"),
         ({"alibi_slopes": meta(2)}, "it does not take ALiBi yet"),
-        ({"dropout_p": 0.1, "seed": 1}, "it does not take dropout yet"),
     ],
     ids=str,
 )  # fmt: skip
@@ -93,6 +93,13 @@ def test_what_it_takes(d: int, v_dim: int, band: Band) -> None:
     assert "hopper: chosen\n" in tilewise.explain(problem)
 
 
+def test_dropout_that_it_takes() -> None:
+    pytest.importorskip("triton")
+    problem = problem_of(dropout_p=0.1, seed=1)
+    assert backend.why_not(problem) is None
+    assert "hopper: chosen; its backward is triton's: it takes no dropout" in tilewise.explain(problem)
+
+
 def test_sequences_and_block_masks_that_it_takes() -> None:
     pytest.importorskip("triton")
     seen = tilewise.BlockMask.butterfly(200, 200)
@@ -112,14 +119,14 @@ def test_sequences_and_block_masks_that_it_takes() -> None:
 def test_rows_fit_the_shared_memory_and_the_registers() -> None:
     assert all(row.evidence for row in config.TABLE.values())
     for sizes in itertools.product(config.WIDTHS, repeat=2):
-        for kind in config.KINDS:
-            cfg = config.row_of(*sizes).config(kind)
+        problem = problem_of(*sizes, dropout_p=0.5, seed=1)
+        for cfg in (*(config.row_of(*sizes).config(kind) for kind in config.KINDS), config.choose(problem)):
             assert cfg.rows % config.PIECE == 0
             assert cfg.keys % config.PIECE == 0
             # A piece's last block and its tile's are then neighbours or one (`steps.mask`: what `MASKED` relies on).
             consumer, producer = cfg.registers
             assert 128 * (consumer * cfg.consumers + producer) <= 65536
-            assert config.shared_bytes(cfg, *sizes) + config.BARRIERS <= config.SHARED, (sizes, kind)
+            assert config.shared_bytes(cfg, *sizes) + config.BARRIERS <= config.SHARED, (sizes, cfg)
 
 
 def test_a_configuration_depends_on_no_batch_and_no_heads() -> None:
@@ -178,6 +185,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "packed": {"layout": Layout.PACKED, "batch": 3}, "blocks": {"blocks": True, "q_len": 1024},
     "packed causal": {"layout": Layout.PACKED, "batch": 3, "band": causal},
     "lengths": {"batch": 3, "q_len": 1000, "q_lens": True, "k_lens": True},
+    "dropout": {"band": causal, "q_len": 1024, "dropout_p": 0.1, "seed": 1},
     "every": {
         "layout": Layout.PACKED, "batch": 3, "blocks": True, "band": sliding_window(100), "q_lens": True,
         "k_lens": True, "softcap": 20.0, "sink": meta(2),
@@ -186,11 +194,13 @@ KINDS: dict[str, dict[str, Any]] = {
 SOME = [  # of EVERY, for a kernel takes some ten seconds
     (64, 64, BF16, "full"), (64, 64, BF16, "long"), (128, 128, BF16, "causal"), (96, 96, F16, "causal"),
     (128, 128, BF16, "dressed"), (192, 192, BF16, "full"), (256, 256, BF16, "ragged"), (192, 128, BF16, "causal"),
-    (128, 128, BF16, "packed causal"), (128, 128, BF16, "blocks"),
+    (128, 128, BF16, "packed causal"), (128, 128, BF16, "blocks"), (128, 128, BF16, "dropout"),
 ]  # fmt: skip
 SPILLS = {"3.7": 36, "3.9": 144}  # bytes, of what their newer ptxas keeps from tile to tile; in no loop over keys
 SPILLS_BESIDE = {(192, 128): 64}  # of a tile's numbers, beside the places of K's and Q's parts
 SPILLS_OF_ALL = 96  # of a kernel with every option: numbers of a tile, in no loop over keys either
+READ_IN_LOOP = {(256, "dropout"): 2}  # numbers of a tile, beside 800 instructions
+SPILLS_OF_DROPOUT = 256  # numbers of a tile, in no loop over keys
 UNLIKE = [(256, 128), (128, 256), (128, 64), (64, 128), (256, 64), (64, 256)]
 UNLIKE += [(192, 128), (128, 192), (96, 64), (96, 256)]
 EVERY = [(d, d, dtype, kind) for d in config.WIDTHS for dtype in (BF16, F16) for kind in KINDS]
@@ -215,7 +225,11 @@ def compiled(problem: Problem) -> tuple[Any, str]:
     aux, lists = contents_of(problem)
     start = host.launch_of(problem, (0, 0, 0, 0), 132, True, lists, *(x.stride() for x in (q, k, v))).start
     with recording() as launches:
-        start(o, q, k, v, torch.empty(problem.lse_shape), sink, torch.zeros(1, dtype=torch.int32), *host.contents(aux))
+        seed = torch.zeros((), dtype=torch.int64) if problem.dropout_p else None
+        start(
+            o, q, k, v, torch.empty(problem.lse_shape), sink, seed, torch.zeros(1, dtype=torch.int32),
+            *host.contents(aux),
+        )  # fmt: skip
     said = io.StringIO()
     with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(said):
         knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
@@ -258,7 +272,7 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
 
     taken = resources(binary)
     allowed = SPILLS.get(triton.__version__[:3], 0) + SPILLS_BESIDE.get((d, v_dim), 0)
-    assert taken.spilled <= allowed + (SPILLS_OF_ALL if kind == "every" else 0)
+    assert taken.spilled <= allowed + {"every": SPILLS_OF_ALL, "dropout": SPILLS_OF_DROPOUT}.get(kind, 0)
     assert not taken.unwritten, "ptxas left out an instruction"
     bytes_of_tiles = config.shared_bytes(cfg, config.width(d), config.width(v_dim))
     assert bytes_of_tiles < taken.shared <= min(bytes_of_tiles + config.BARRIERS, config.SHARED)
@@ -274,7 +288,10 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
     parts = config.width(v_dim).bit_count()
     overlapped = re.findall(rf"DEPBAR\.LE gsb0, 0x{parts}(.*?)DEPBAR\.LE gsb0, 0x0", listing, re.DOTALL)
     assert [part.count("MUFU.EX2") >= cfg.keys // 2 for part in overlapped] == [True] * cfg.consumers * steps
-    assert not any(re.search("STL|LDL", part) for part in overlapped)
+    allowed = READ_IN_LOOP.get((d, kind), 0)
+    assert all(len(re.findall("LDL", part)) <= allowed and "STL" not in part for part in overlapped)
+    if kind == "dropout":  # and so do most of Philox's products, 16 for four of a thread's pairs
+        assert all(part.count("IMAD.WIDE") >= cfg.keys for part in overlapped)
 
 
 @pytest.mark.parametrize(("d", "v_dim", "dtype", "kind"), SOME, ids=str)
@@ -286,6 +303,85 @@ def test_a_kernel_compiles_within_its_limits(d: int, v_dim: int, dtype: torch.dt
 @pytest.mark.parametrize(("d", "v_dim", "dtype", "kind"), EVERY, ids=str)
 def test_every_kernel_compiles_within_its_limits(d: int, v_dim: int, dtype: torch.dtype, kind: str) -> None:
     check(d, v_dim, dtype, kind)
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+class Numbers(np.ndarray):
+    """A tensor of the steps played in Python: as many bits as its dtype says, and they wrap around."""
+
+    def permute(self, order: list[int]) -> Numbers:
+        return self.transpose(order)
+
+    def to(self, dtype: Any) -> Numbers:
+        return self.astype(dtype)
+
+    type = SimpleNamespace(layout=None)
+
+
+def numbers_of(x: Any, dtype: Any) -> Numbers:
+    return np.asarray(x, dtype).view(Numbers)
+
+
+def drawn_by_asm(asm: str, constraints: str, args: tuple[Any, ...], dtype: Any, **_: Any) -> list[Numbers]:
+    """The few instructions of PTX that `drop` is made of, for all elements at once."""
+    outputs = len(dtype)
+    args = np.broadcast_arrays(*(np.asarray(x) for x in args))
+    assert constraints.count(",") + 1 == outputs + len(args)
+    assert all(c == "r" for c in constraints.split(",")[2 * outputs :])
+    place: dict[str, Any] = {f"${outputs + n}": x for n, x in enumerate(args)}
+    for text in re.findall(r"([a-z][a-z0-9.]* [^;]*);", asm.split("m; ", 1)[1]):
+        name, rest = text.split(" ", 1)
+        to, *given = re.findall(r"\{[^}]*\}|\$?\w+", rest)
+        x = [place[g] if g in place else int(g.removeprefix("0f")) for g in given]
+        if name == "mul.wide.u32":
+            place[to] = x[0].astype(np.uint64) * np.uint64(x[1])
+        elif name == "mov.b64":
+            low, high = re.findall(r"\w+", to)
+            place[low], place[high] = x[0].astype(np.uint32), (x[0] >> np.uint64(32)).astype(np.uint32)
+        else:
+            place[to] = {
+                "xor.b32": lambda a, b: a ^ b, "mov.b32": lambda a: a,
+                "setp.gt.u32": lambda a, b: a > b.astype(np.uint32), "selp.f32": lambda a, b, p: np.where(p, a, b),
+            }[name](*x)  # fmt: skip
+    return [place[f"${n}"].view(Numbers) for n in range(outputs)]
+
+
+@pytest.mark.parametrize(("KEYS", "p"), [(128, 0.1), (64, 0.5), (64, 1.0), (128, 1e-12)])
+def test_a_piece_drops_the_pairs_that_the_contract_says(KEYS: int, p: float) -> None:
+    """`lots_of` and `drop` as the Python that they are, but for layouts."""
+    pytest.importorskip("triton")
+    from tilewise.algorithm.dropout import keep
+    from tilewise.kernels.hopper import dropout
+    from tilewise.kernels.triton.host import dropout as numbers
+
+    constants = {name: getattr(dropout, name).value for name in ("A", "B", "STEP_0", "STEP_1", "ROUNDS", "BEGUN")}
+    names: dict[str, Any] = vars(dropout) | constants | {
+        "PIECE": 64, "numbers": lambda dim, x: np.arange(x.shape[dim]).reshape(
+            [-1 if n == dim else 1 for n in range(x.ndim)]
+        ).view(Numbers),
+        "gl": SimpleNamespace(
+            uint32=np.uint32, float32=np.float32, tuple=tuple, constexpr=Any, load=lambda x: x, to_tensor=lambda x: x,
+            static_range=range, split=lambda x: (x[..., 0], x[..., 1]),
+            join=lambda a, b: np.stack((a, b), -1).view(Numbers), convert_layout=lambda x, *_, **__: x,
+            umulhi=lambda x, y: (x.astype(np.uint64) * np.uint64(y) >> np.uint64(32)).astype(np.uint32).view(Numbers),
+            inline_asm_elementwise=drawn_by_asm,
+        ),
+    }  # fmt: skip
+    plain: dict[str, Any] = {"_drop": dropout._drop, "_operands": dropout._operands}
+    for name in ("begin", "steps_of", "lots_of", "drop"):
+        plain[name] = FunctionType(getattr(dropout, name).fn.__code__, names | plain, name)
+    (s, h, first, j0), (b0, h0, i0, k0) = (2, 5, 192, 640), (3, 4, 48, 256)
+    seed = -(2**62) + 12345
+    least, scale = numbers(p)
+    draw = (numbers_of(seed, np.int64), numbers_of(least, np.int32), scale, b0, h0, i0, k0)
+    P = numbers_of(np.ones((64, KEYS)), np.float32)
+    with np.errstate(over="ignore"):
+        lots = plain["lots_of"](draw, *(numbers_of(x, np.int32) for x in (s, h, first)))
+        got = plain["drop"](P, lots, numbers_of(j0, np.int32))
+    i, j = i0 + first + torch.arange(64)[:, None], k0 + j0 + torch.arange(KEYS)[None]
+    assert torch.equal(torch.from_numpy(np.asarray(got)) != 0, keep(seed, p, *torch.tensor([b0 + s, h0 + h]), i, j))
 
 
 # ---- the protocol, played --------------------------------------------------------------------------------------------
@@ -375,7 +471,7 @@ def test_sequences_and_block_masks_played(seed: int) -> None:
         diagonal += band.offset(q_len, k_len)
     rows = 128 if blocks else r.choice((128, 192))
     cfg = config.Config(rows, r.choice((64, 128)), r.choice((2, 3)), r.choice((1, 2)), r.random() < 0.7)
-    options = host.Options.of(problem, cfg, diagonal if known else None, origin)
+    options = replace(host.Options.of(problem, cfg, diagonal if known else None, origin), DROPOUT=r.random() < 0.5)
     tiles = q_len // rows + batch + 1 if packed else -(-q_len // rows)
     total = tiles * problem.heads * (1 if packed else batch)
     lists: tuple[Any, ...] = NO_LISTS

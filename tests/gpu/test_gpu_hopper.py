@@ -209,6 +209,40 @@ def test_nothing_to_attend_to(q_len: int, k_len: int) -> None:
     assert (lse == -torch.inf).all()
 
 
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def dropped(backend: str, device: str, d: int, p: float, seed: int, mask: Any) -> Tensor:
+    """Which pairs are: read off o for equal scores and unit vectors as v."""
+    q = torch.zeros(2, 3, d, 64, device=device, dtype=BF16)
+    v = torch.eye(d, device=device, dtype=BF16).expand(2, 3, d, d)
+    return (tilewise.attention(q, q, v, mask=mask, dropout_p=p, seed=seed, backend=backend) == 0).cpu()
+
+
+@pytest.mark.parametrize("band", [Band(), causal], ids=str)
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+def test_dropout_drops_the_pairs_that_the_cpu_drops(d: int, band: Band) -> None:
+    for p, seed in ((0.1, 2**40 + 3), (0.5, -1)):
+        found = dropped(backend_of(PREFIX), DEVICE, d, p, seed, band)
+        assert torch.equal(found, dropped("tiled", "cpu", d, p, seed, band))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_dropout_leaves_lse_and_its_gradients_are_those_of_triton(name: str) -> None:
+    """The backward is Triton's: of the same bits."""
+    tensors, _ = inputs(name)
+    do = torch.randn_like(tensors[0])
+
+    def results(backend: str) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        options = {"mask": CALLS[name][2], "dropout_p": 0.2, "seed": 5, "return_lse": True}
+        o, lse = tilewise.attention(*leaves, backend=backend, **options)
+        return (lse.detach(), o.detach(), *torch.autograd.grad(o, leaves, do))
+
+    for x, y in zip(results(backend_of(PREFIX)), results("tiled" if REHEARSAL else "triton"), strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=5e-3)
+
+
 # ---- sequences of unlike lengths, block masks ------------------------------------------------------------------------
 
 

@@ -36,13 +36,14 @@ def _options_without(problem: Problem) -> str | None:
         "a boolean mask": problem.mask == "bool",
         "a bias": problem.bias is not None,
         "ALiBi": problem.alibi,
-        "dropout": problem.dropout_p > 0,
     }
     return next((f"it does not take {name} yet" for name, asked in options.items() if asked), None)
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, Tensor]:
     """o (`problem.o_shape`, q's dtype) and lse (`problem.lse_shape`, fp32)."""
+    if problem.dropout_p > 0 and (aux.origin[2] % config.RUN or aux.origin[3] % config.MOST_KEYS):
+        return triton_backend.forward(problem, q, k, v, aux)  # the same bits: here threads have whole runs of pairs
     return _host().forward(problem, q, k, v, aux)
 
 
@@ -58,6 +59,8 @@ def backward(
 @lru_cache(maxsize=512)
 def backward_elsewhere(problem: Problem) -> tuple[str, str] | None:
     """None, or whose the backward of a problem that this backend takes is, and why."""
+    if problem.dropout_p > 0:
+        return "triton", "it takes no dropout"
     varied = problem.q_layout is Layout.PACKED or problem.q_lens or problem.k_lens
     if config.is_split(problem):
         if varied:

@@ -16,7 +16,8 @@ from ..launch import Box, Ready
 from ..tensors import READY, Memory, Strides, dense_rows, empty_strided, memory, q_shape, ragged, v_shape
 from ..triton.host import LOG2E, side_by_side, strides
 from . import config
-from .backward import backward_kernel, convert_kernel, prepare_kernel
+from .backward import backward_kernel
+from .backward_rows import convert_kernel, prepare_kernel
 from .backward_split import dkdv_kernel, dq_kernel
 from .config import BACKWARD_KEYS, PIECE, Backward, Kernel
 from .host import box_of, contents, lists_of, rows_apart

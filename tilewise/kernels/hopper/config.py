@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...problem import Layout, Problem
 
@@ -10,6 +10,8 @@ PIECE = 64  # rows of a consumer warpgroup
 WIDTHS = (64, 96, 128, 192, 256)  # columns of a tile: heads of another size are filled up with zeros by TMA
 KINDS = ("short", "long")
 LONG = 2048  # keys from which a problem is
+MOST_KEYS = 128  # of a block
+RUN = 16  # rows that share dropout's words
 SHARED = 227 * 1024  # bytes that a block may take on sm90
 BARRIERS = 1280  # more bytes than barriers and numbers take
 
@@ -125,7 +127,19 @@ def row_of(size: int, v_size: int) -> Row:
 
 def choose(problem: Problem) -> Config:
     """The configuration of the forward."""
-    return row_of(problem.qk_dim, problem.v_dim).config(kind_of(problem))
+    config = row_of(problem.qk_dim, problem.v_dim).config(kind_of(problem))
+    return with_dropout(config, problem) if problem.dropout_p > 0 else config
+
+
+def with_dropout(config: Config, problem: Problem) -> Config:
+    """Philox takes the registers of Q and of a third consumer, and the instructions of a step beside the loop, half a block's.
+
+    Beside K of 192 columns not even S of 128 keys stays in registers.
+    """
+    config = replace(config, rows=2 * PIECE, half=False, q_in_registers=False)
+    if max(problem.qk_dim, problem.v_dim) > 128 and config.keys == 128:
+        config = replace(config, keys=64, stages=2 * config.stages)
+    return config
 
 
 def shared_bytes(config: Config, wide: int, v_wide: int) -> int:

@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
+from .dropout import drop, lots_of
 from .pipeline import (
     Ring,
     aggregate,
@@ -29,6 +30,7 @@ from .pipeline import (
     ring_of,
     ring_of_parts,
     stay_before,
+    stay_behind,
     take_turn,
     wait_for_stores,
 )  # fmt: skip
@@ -98,6 +100,8 @@ def tell(rings, t, place, lo, hi, O: gl.constexpr):
         put(message, 3 + WALK * CONSUMERS, (place.call.q_len, place.call.k_len))
     if O.PACKED:
         put(message, 5 + WALK * CONSUMERS, (place.q_start, place.q_span))
+        if O.DROPOUT:
+            put(message, 7 + WALK * CONSUMERS, (place.s,))
     rings.tiles.commit(t)
 
 
@@ -225,7 +229,9 @@ def block_at(n, block, free_lo, free_hi, rings, O: gl.constexpr):
 
 
 @gluon.jit
-def first_step(q, n, first, block, bits, above, rings, call, KEYS: gl.constexpr, C: gl.constexpr, O: gl.constexpr):
+def first_step(
+    q, n, first, block, bits, above, lots, rings, call, KEYS: gl.constexpr, C: gl.constexpr, O: gl.constexpr
+):
     """(P, m, l) of a piece's first block n, or of the first KEYS keys of it. above: how many blocks it has skipped.
 
     block: as `block_at` has it. bits: a BlockMask's pool.
@@ -249,6 +255,8 @@ def first_step(q, n, first, block, bits, above, rings, call, KEYS: gl.constexpr,
         S = bits_mask(S, bits, tile, j0, C)
     m = gl.full([PIECE], -INF, gl.float32, gl.SliceLayout(1, S.type.layout))
     P, m, l, _ = softmax(S, m, gl.zeros([PIECE, 4], gl.float32, l_layout), call, True, O)
+    if O.DROPOUT:
+        P = drop(P, lots, j0)
     P = P.to(dtype)
     if KEYS < O.KEYS and (O.CONSUMER_REGISTERS < 240 or O.Q_IN_REGISTERS):
         P = computed(P)  # Else ptxas issues the next S first, and has no registers for this one beside it.
@@ -257,7 +265,7 @@ def first_step(q, n, first, block, bits, above, rings, call, KEYS: gl.constexpr,
 
 
 @gluon.jit
-def step(P, o, m, l, q, n, first, block, bits, rings, call, C: gl.constexpr, O: gl.constexpr):
+def step(P, o, m, l, q, n, first, block, bits, lots, rings, call, C: gl.constexpr, O: gl.constexpr):
     """S of block n and O += P V of the block before, of as many keys as P has; both are in flight at once, and P V
     during the softmax of S."""
     CONSUMERS: gl.constexpr = O.ROWS // PIECE
@@ -274,8 +282,16 @@ def step(P, o, m, l, q, n, first, block, bits, rings, call, C: gl.constexpr, O: 
         S = mask(S, first, j0, call, O)
     if O.BLOCKS and tile >= 0:
         S = bits_mask(S, bits, tile, j0, C)
+    if O.DROPOUT:
+        stay_behind(j0)
     P_next, m, l, alpha = softmax(S, m, l, call, O.MASKED, O)
     stay_before(l)
+    if O.DROPOUT:
+        P_next = drop(P_next, lots, j0)
+        if O.KEYS < 128:
+            P_next = computed(
+                P_next.to(rings.q.buffers.dtype)
+            )  # Else beside wide O's ptxas drops pairs after the wait, and spills.
     o = wait_for_values(o)
     rings.v.release(n - 1)
     # Only now: the matmul in flight read P's registers.
@@ -284,7 +300,7 @@ def step(P, o, m, l, q, n, first, block, bits, rings, call, C: gl.constexpr, O: 
 
 
 @gluon.jit
-def consumer(o_desc, o_buffers, lse, sink, bits, rings, call, C: gl.constexpr, O: gl.constexpr):
+def consumer(o_desc, o_buffers, lse, sink, bits, draw, rings, call, C: gl.constexpr, O: gl.constexpr):
     """One warpgroup: rows [64 C, 64 C + 64) of each tile.
 
     Of a tile's blocks the other consumers may see some that this one does not: those it hands back as they come, and
@@ -308,6 +324,9 @@ def consumer(o_desc, o_buffers, lse, sink, bits, rings, call, C: gl.constexpr, O
         else:
             tile_lo, tile_hi = call.blocks(first, PIECE, O)
             above, lo, hi, below, free_lo, free_hi, half = call.walk(first, tile_lo, tile_hi, O)
+        lots: gl.tuple = ()
+        if O.DROPOUT:
+            lots = lots_of(draw, number(message, 7 + WALK * CONSUMERS) if O.PACKED else b, h, first)
         rings.tiles.release(t)
 
         for j in range(above):
@@ -328,17 +347,17 @@ def consumer(o_desc, o_buffers, lse, sink, bits, rings, call, C: gl.constexpr, O
         hi -= 1
         block = block_at(n, hi, free_lo, free_hi, rings, O)
         if O.HALF and half > 0:
-            P_half, m, l = first_step(q, n, first, block, bits, above, rings, own, O.KEYS // 2, C, O)
+            P_half, m, l = first_step(q, n, first, block, bits, above, lots, rings, own, O.KEYS // 2, C, O)
             hi -= 1
             n += 1
             block = block_at(n, hi, free_lo, free_hi, rings, O)
-            P, o, m, l = step(P_half, o, m, l, q, n, first, block, bits, rings, own, C, O)
+            P, o, m, l = step(P_half, o, m, l, q, n, first, block, bits, lots, rings, own, C, O)
         else:
-            P, m, l = first_step(q, n, first, block, bits, above, rings, own, O.KEYS, C, O)
+            P, m, l = first_step(q, n, first, block, bits, above, lots, rings, own, O.KEYS, C, O)
         n += 1
         for j in range(hi - lo):
             block = block_at(n, hi - 1 - j, free_lo, free_hi, rings, O)
-            P, o, m, l = step(P, o, m, l, q, n, first, block, bits, rings, own, C, O)
+            P, o, m, l = step(P, o, m, l, q, n, first, block, bits, lots, rings, own, C, O)
             n += 1
         if not O.O_IN_Q and not O.Q_IN_REGISTERS:
             rings.q.release(item)
@@ -353,7 +372,9 @@ def consumer(o_desc, o_buffers, lse, sink, bits, rings, call, C: gl.constexpr, O
             rings.v.skip(n)
             n += 1
 
-        factor, L = finalize(m, l_row, sink, h, O.SINK)
+        factor, L = finalize(m - O.HEADROOM, l_row, sink, h, O.SINK)
+        if O.DROPOUT:
+            factor *= draw[2]  # 1 / (1 - p)
         if O.O_IN_Q:
             place = rings.q.parts(item)[: len(o)]
         else:
@@ -377,18 +398,20 @@ def consumer(o_desc, o_buffers, lse, sink, bits, rings, call, C: gl.constexpr, O
 @gluon.jit(
     do_not_specialize=[
         "q_len", "k_len", "diagonal", "left", "right", "scale", "softcap", "heads", "group", "tiles", "together", "total",
-        "batch", "v_apart", "blocks_b", "blocks_h", "blocks_n", "blocks_m", "base", "i0", "j0",
+        "batch", "v_apart", "blocks_b", "blocks_h", "blocks_n", "blocks_m", "base", "i0", "j0", "b0", "h0", "least",
+        "inverse_keep",
     ]
 )  # fmt: skip
 def forward_kernel(
-    o, q, k, v, lse, sink, counter, cu_q, cu_k, q_lens, k_lens, full_count, full, mixed_count, mixed, mixed_bits, bits,
+    o, q, k, v, lse, sink, seed, counter, cu_q, cu_k, q_lens, k_lens, full_count, full, mixed_count, mixed, mixed_bits, bits,
     q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total, batch, v_apart,
-    blocks_b, blocks_h, blocks_n, blocks_m, base, i0, j0, O: gl.constexpr,
+    blocks_b, blocks_h, blocks_n, blocks_m, base, i0, j0, b0, h0, least, inverse_keep, O: gl.constexpr,
 ):  # fmt: skip
     """o, q, k, v: TMA descriptors of (B, H, S, D) in blocks of 64 rows (o, q) or KEYS, and of a chunk's columns.
 
     lse: (B, Hq, Sq), contiguous. Packed: q and k of (1, H, T, D), o and v `tensors.ragged`, v with k_lens too; lse (Hq, T), q_len and k_len are T.
-    sink: (Hq,) or None. counter: one int32, 0 before the launch and after it. v_apart: rows of V between sequences.
+    sink: (Hq,) or None. seed: of dropout, one int64, or None; least: the largest word that is dropped. counter: one int32, 0 before the
+    launch and after it. v_apart: rows of V between sequences.
     full_count ... bits: a BlockMask's query-major lists and its pool, or None; blocks_*: their strides; base: where
     (b, h) = 0 is among their rows.
     """
@@ -415,17 +438,18 @@ def forward_kernel(
     lists = (
         full_count, full, mixed_count, mixed, mixed_bits, batch, blocks_b, blocks_h, blocks_n, blocks_m, base, i0, j0,
     )  # fmt: skip
+    draw = (seed, least, inverse_keep, b0, h0, i0, j0)
     # Arguments that are compile-time constants stay that only in tuples written in the call.
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consumer, (o, o_buffers, lse, sink, bits, rings, call, 0, O)),
-            (consumer, (o, o_buffers, lse, sink, bits, rings, call, 1, O)),
+            (consumer, (o, o_buffers, lse, sink, bits, draw, rings, call, 0, O)),
+            (consumer, (o, o_buffers, lse, sink, bits, draw, rings, call, 1, O)),
             (producer, (q, k, v, counter, lengths, lists, rings, call, O)),
         ], [4, 1], [O.CONSUMER_REGISTERS, O.PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (o, o_buffers, lse, sink, bits, rings, call, 0, O)),
-            (consumer, (o, o_buffers, lse, sink, bits, rings, call, 1, O)),
-            (consumer, (o, o_buffers, lse, sink, bits, rings, call, 2, O)),
+            (consumer, (o, o_buffers, lse, sink, bits, draw, rings, call, 0, O)),
+            (consumer, (o, o_buffers, lse, sink, bits, draw, rings, call, 1, O)),
+            (consumer, (o, o_buffers, lse, sink, bits, draw, rings, call, 2, O)),
             (producer, (q, k, v, counter, lengths, lists, rings, call, O)),
         ], [4, 4, 1], [O.CONSUMER_REGISTERS, O.CONSUMER_REGISTERS, O.PRODUCER_REGISTERS])  # fmt: skip

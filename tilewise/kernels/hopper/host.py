@@ -15,7 +15,7 @@ from ...block_mask import BlockMask, TileLists
 from ...problem import NOTHING, Aux, Layout, Origin, Problem
 from ..launch import Box, Ready
 from ..tensors import READY, Memory, Strides, dense_rows, empty_strided, memory, q_shape, ragged, v_shape, whole
-from ..triton.host import LOG2E, together
+from ..triton.host import LOG2E, dropout, together
 from . import config
 from .config import PIECE, Config
 from .forward import forward_kernel
@@ -45,6 +45,8 @@ class Options:
     TOP_LEFT: bool
     BLOCKS: bool
     CUT: bool  # some of a BlockMask's tiles may not be wanted
+    DROPOUT: bool
+    HEADROOM: int  # bits that P lies above 1: of fp16, below whose least number may be what dropout leaves
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
 
@@ -76,6 +78,8 @@ class Options:
             HALF=cfg.half and band.right is not None and not blocks, SOFTCAP=problem.softcap > 0, SINK=problem.sink,
             PACKED=packed, Q_LENS=problem.q_lens, K_LENS=problem.k_lens, TOP_LEFT=band.align == "top_left",
             BLOCKS=blocks, CUT=blocks and (varied or not band.is_full or origin != NOTHING.origin),
+            DROPOUT=problem.dropout_p > 0,
+            HEADROOM=12 if problem.dropout_p > 0 and problem.dtype is torch.float16 else 0,
             CONSUMER_REGISTERS=consumer_registers, PRODUCER_REGISTERS=producer_registers,
         )  # fmt: skip
 
@@ -101,7 +105,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tupl
     )
     empty = empty_strided(q)
     o, lse = empty(*of_o), empty(*of_lse)
-    start(o, q, k, v, lse, aux.sink, counter(device), *contents(aux))
+    start(o, q, k, v, lse, aux.sink, aux.seed, counter(device), *contents(aux))
     return o, lse
 
 
@@ -158,7 +162,8 @@ def launch_of(problem: Problem, origin: Origin, at_once: int, alike: bool, lists
     numbers = (
         problem.q_len, problem.k_len, diagonal, left, right, problem.scale * LOG2E, problem.softcap * LOG2E,
         problem.heads, problem.group, tiles, together(alone), total, problem.batch, apart,
-        *lists, origin[0] * lists[0] + origin[1] * lists[1], *origin[2:],
+        *lists, origin[0] * lists[0] + origin[1] * lists[1], *origin[2:], *origin[:2],
+        *dropout(problem.dropout_p),
     )  # fmt: skip
     grid = (min(total, at_once),)
     return Launch(Ready(forward_kernel, grid, numbers, {"O": options}, 4, 1, dict(enumerate(boxes))), o, lse)

@@ -327,6 +327,19 @@ def stay_before(x):
 
 
 @gluon.jit
+def stay_behind(n):
+    """What follows is not begun before: ptxas would, and spill for it. n >= 0.
+
+    A loop that never repeats, as in `computed`.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p, q; AGAIN: setp.lt.s32 p, $1, 0; vote.sync.any.pred q, p, 0xffffffff; @q bra AGAIN;"
+        " mov.b32 $0, 0; }",
+        "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def computed(x):
     """x (64, N) of 16-bit numbers >= 0, all of it computed before what follows, as by `stay_before`.
 

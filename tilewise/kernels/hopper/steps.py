@@ -16,6 +16,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 INF = gl.constexpr(float("inf"))
 GROWTH = gl.constexpr(8.0)  # bits that a row's maximum may grow by before l and O are rescaled
+MOST = gl.constexpr(15)  # bits that P may lie above 1 in fp16
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
 #
@@ -205,12 +206,12 @@ def softmax(S, m, l, call, EMPTY: gl.constexpr, O: gl.constexpr):
     KEYS: gl.constexpr = S.shape[1]
     factor = 1.0 if O.SOFTCAP else call.scale
     m_new = gl.maximum(m, gl.max(S, 1) * factor)
-    m_new = gl.where(m_new - m > GROWTH, m_new, m)
+    m_new = gl.where(m_new - m > min(GROWTH, MOST - O.HEADROOM), m_new, m)
     pivot = m_new
     if EMPTY:
         pivot = gl.where(m_new == -INF, 0.0, m_new)
     alpha = gl.exp2(m - pivot)
-    P = gl.exp2(S * factor - pivot[:, None])
+    P = gl.exp2(S * factor - (pivot - O.HEADROOM)[:, None])
     L: gl.constexpr = l.type.layout
     part = gl.sum(gl.sum(P.reshape([PIECE, KEYS // 8, 4, 2]), 3), 1)
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, L), assert_trivial=True)[:, None]

@@ -299,13 +299,16 @@ def _loads(
 def _common(problem: Problem, origin: Origin, together: int) -> tuple[Any, ...]:
     left, right = problem.band.bounds
     b0, h0, i0, j0 = origin
-    p = problem.dropout_p
-    least = math.ceil(p * 2**32) - 1 if p > 0 else 0  # the largest word that is dropped
     return (
         problem.batch, problem.heads, problem.group, problem.q_len, problem.k_len, together, problem.scale * LOG2E,
-        problem.softcap * LOG2E, left, right, least - 2**32 if least >= 2**31 else least,
-        1.0 / (1.0 - p) if p < 1 else 0.0, b0, h0, i0, j0,
+        problem.softcap * LOG2E, left, right, *dropout(problem.dropout_p), b0, h0, i0, j0,
     )  # fmt: skip
+
+
+def dropout(p: float) -> tuple[int, float]:
+    """(the largest word that is dropped, as an int32; what the kept pairs are multiplied by)."""
+    largest = math.ceil(p * 2**32) - 1 if p > 0 else 0
+    return largest - 2**32 if largest >= 2**31 else largest, 1.0 / (1.0 - p) if p < 1 else 0.0
 
 
 def _pair_strides(aux: Aux, by_query: bool = True) -> Apart:

@@ -1,0 +1,115 @@
+"""The pairs that dropout keeps, by `algorithm.dropout`'s contract, drawn by the threads that hold them.
+
+One Philox call has words for the pairs {i, i + 8} x {j, j + 8}. A thread of a piece's S holds rows r and r + 8, and of them
+keys 8 a + 2 lane + b: so all four words of a call are for pairs of its own, and nothing is exchanged.
+
+What a call costs in the loop over keys (SASS, Triton 3.6, d 128): 16 IMAD.WIDE, 18 LOP3, and for each of its four pairs ISETP
+and FSEL, 42 instructions or 10.5 a thread's pair; without dropout the loop has 7.2. Keys are in uniform registers.
+"""
+
+# No `from __future__ import annotations`: as in `pipeline`.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .steps import numbers
+from .walk import PIECE
+
+A, B = gl.constexpr(0xD2511F53), gl.constexpr(0xCD9E8D57)  # Philox's multipliers
+STEP_0, STEP_1 = gl.constexpr(0x9E3779B9), gl.constexpr(0xBB67AE85)  # of its keys, from round to round
+ROUNDS, BEGUN = gl.constexpr(10), gl.constexpr(3)
+
+
+@gluon.jit
+def lots_of(draw, s, h, first):
+    """What `drop` needs of a piece: the seed's words, the largest word that is dropped, (s, h, row, key) in the whole problem.
+
+    draw: as `forward_kernel` makes it. first: the piece's first row in its sequence.
+    """
+    seed, least, _, b0, h0, i0, j0 = draw
+    seed = gl.load(seed)
+    return seed.to(gl.uint32), (seed >> 32).to(gl.uint32), least, s + b0, h + h0, first + i0, j0
+
+
+@gluon.jit
+def drop(P, lots, j0):
+    """P of the block at j0, with 0 where dropout drops the pair. Rows begin at a multiple of 16, keys at one of P's keys."""
+    KEYS: gl.constexpr = P.shape[1]
+    key_0, key_1, least, b, h, first, origin = lots
+    # (warp, bit 3 of i, row, run of 16 keys, bit 3 of j, lane, b), and then both bits last.
+    P7 = P.reshape([PIECE // 16, 2, 8, KEYS // 16, 2, 4, 2]).permute([0, 2, 3, 5, 6, 1, 4])
+    left, right = gl.split(P7)
+    P_00, P_10 = gl.split(left)
+    P_01, P_11 = gl.split(right)
+    i = first + 16 * numbers(0, P_00) + numbers(1, P_00)
+    of_block, c2_2, c0_3, c2_3, c3_3 = begin(i.to(gl.uint32), b.to(gl.uint32), h.to(gl.uint32), key_0, key_1)
+    # j by exclusive or, for its bits come from three places: so a register's part is the constant of an instruction that is there.
+    of_lane = of_block ^ (j0 + origin + 2 * numbers(3, P_00)).to(gl.uint32)
+    j = of_lane ^ (16 * numbers(2, P_00) + numbers(4, P_00)).to(gl.uint32)
+    keys: gl.tuple = ()
+    for n in gl.static_range(BEGUN, ROUNDS):
+        keys += (key_0 + steps_of(STEP_0, n), key_1 + steps_of(STEP_1, n))
+    P_00, P_01, P_10, P_11 = gl.inline_asm_elementwise(
+        _drop(), _operands(), (P_00, P_01, P_10, P_11, j, c2_2, c0_3, c2_3, c3_3) + keys + (least,),  # noqa: RUF005
+        dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+    P7 = gl.join(gl.join(P_00, P_10), gl.join(P_01, P_11)).permute([0, 5, 1, 2, 6, 3, 4])
+    return gl.convert_layout(P7.reshape([PIECE, KEYS]), P.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def begin(i, b, h, key_0, key_1):
+    """What rounds 1 to 3 make of the counter (i, j, h, b) without j: it is outside the loop, and leaves 3 products a call of 6.
+
+    A round: (c0, c1, c2, c3) becomes (high(B c2) ^ c1 ^ key_0, low(B c2), high(A c0) ^ c3 ^ key_1, low(A c0)). Returned are,
+    with keys, what is yet to meet j in c0 of round 1, c2 of round 2, c0 and c2 of round 3; and its c3.
+    """
+    c0_1 = gl.umulhi(h, gl.to_tensor(B)) ^ key_0
+    c1 = h * B
+    c2 = gl.umulhi(i, gl.to_tensor(A)) ^ b ^ key_1
+    c2_2 = i * A ^ (key_1 + STEP_1)
+    c0 = gl.umulhi(c2, gl.to_tensor(B)) ^ c1 ^ (key_0 + STEP_0)
+    c0_3 = c2 * B ^ (key_0 + steps_of(STEP_0, 2))
+    c2_3 = gl.umulhi(c0, gl.to_tensor(A)) ^ (key_1 + steps_of(STEP_1, 2))
+    return c0_1, c2_2, c0_3, c2_3, c0 * A
+
+
+@gluon.constexpr_function
+def steps_of(step, n):
+    """What a key has grown by at round n, from 0 on."""
+    return n * step % 2**32
+
+
+@gluon.constexpr_function
+def _drop():
+    """The rest of a call, and P or 0 by each of its words.
+
+    Operands 0 to 3 and 4 to 7 are P of the pairs of words 0 to 3; 8 to 12 c0 of round 1 and what `begin` says of the others; then
+    come two keys a round, and the largest word that is dropped.
+    """
+    rounds = range(BEGUN.value, ROUNDS.value)
+    lines = [
+        _product("$8", A, "h", "c3"), "xor.b32 c2, h, $9;",
+        _product("c2", B, "h", "c1"), "xor.b32 c0, h, $10;", "xor.b32 c2, $11, c3;", "mov.b32 c3, $12;",
+    ]  # fmt: skip
+    for n, _ in enumerate(rounds):
+        lines += [
+            _product("c0", A, "h", "l"), _product("c2", B, "c0", "m"),
+            f"xor.b32 c0, c0, c1; xor.b32 c0, c0, ${13 + 2 * n};", "mov.b32 c1, m;",
+            f"xor.b32 c2, h, c3; xor.b32 c2, c2, ${14 + 2 * n};", "mov.b32 c3, l;",
+        ]  # fmt: skip
+    for word in range(4):
+        lines.append(f"setp.gt.u32 p, c{word}, ${13 + 2 * len(rounds)};")
+        lines.append(f"selp.f32 ${word}, ${4 + word}, 0f00000000, p;")
+    return f"{{ .reg .pred p; .reg .b64 w; .reg .b32 c0, c1, c2, c3, h, l, m; {' '.join(lines)} }}"
+
+
+@gluon.constexpr_function
+def _product(x, by, high, low):
+    return f"mul.wide.u32 w, {x}, {by}; mov.b64 {{{low}, {high}}}, w;"
+
+
+@gluon.constexpr_function
+def _operands():
+    words = 6 + 2 * (ROUNDS.value - BEGUN.value)
+    return ",".join(["=&f"] * 4 + ["f"] * 4 + ["r"] * words)
