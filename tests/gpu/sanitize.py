@@ -1,6 +1,6 @@
-"""A dozen small cases for compute-sanitizer, which looks at every address that a kernel touches.
+"""A dozen small cases a backend for compute-sanitizer, which looks at every address that a kernel touches.
 
-    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py [triton | hopper]
 
 PyTorch's cache of memory is off: in it an address past a tensor's end would still be allocated.
 """
@@ -42,13 +42,27 @@ CASES = {
     "wide": Case(dtype=BF16, q_len=33, k_len=40, dim=300, v_dim=257),
     "empty": Case(dtype=BF16, q_len=5, k_len=0),
 }  # fmt: skip
+RAGGED = {"dtype": BF16, "heads": 4, "kv_heads": 2, "q_len": 197, "k_len": 331, "band": causal}
+HOPPER = {
+    **{f"{d}": Case(dim=d, v_dim=d, **RAGGED) for d in (64, 96, 128, 192, 256)},
+    "192/128": Case(dim=192, v_dim=128, **RAGGED),
+    "narrow": Case(dim=40, v_dim=24, **RAGGED | {"dtype": F16, "band": Band(70, -3, "top_left")}),
+    "one row": Case(dim=64, v_dim=64, **RAGGED | {"q_len": 1, "k_len": 129}),
+    "blocks": Case(dim=64, v_dim=64, mask="blocks", mask_dims="h", **RAGGED),
+    "packed": Case(
+        dim=128, v_dim=128, batch=4, cu_q=(0, 50, 50, 151, 190), cu_k=(0, 0, 7, 130, 303), garbage=True, **RAGGED,
+    ),
+    "lengths": Case(dim=64, v_dim=64, batch=3, q_lens=(197, 0, 5), k_lens=(3, 331, 0), garbage=True, **RAGGED),
+    "dressed": Case(dim=128, v_dim=128, softcap=5.0, sink=F32, lse_grad=True, **RAGGED),
+    "dropout": Case(dim=128, v_dim=128, dropout_p=0.3, **RAGGED),
+}  # fmt: skip
 
 
-def main() -> None:
-    for name, case in CASES.items():
+def main(backend: str = BACKEND) -> None:
+    for name, case in (HOPPER if backend == "hopper" else CASES).items():
         inputs = moved(case.build())
         for deterministic in (False, True):
-            got = case.run(BACKEND, inputs, deterministic=deterministic)
+            got = case.run(backend, inputs, deterministic=deterministic)
             assert_close(got, **inputs)
         if DEVICE == "cuda":
             torch.cuda.synchronize()
@@ -56,4 +70,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -22,7 +23,7 @@ pytestmark = [
 ]  # fmt: skip
 
 BF16, F16 = torch.bfloat16, torch.float16
-REPEATS = 2 if REHEARSAL else 1000
+REPEATS = 2 if REHEARSAL else int(os.environ.get("TILEWISE_REPEATS", "1000"))
 Result = tuple[Tensor, Tensor]
 
 
