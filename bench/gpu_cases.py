@@ -95,10 +95,11 @@ class Cell:
 # --- the peers -----------------------------------------------------------------------------------------------------
 
 
-def sdpa(backend: SDPBackend, is_causal: bool = False, bias: Tensor | None = None) -> Attend:
+def sdpa(backend: SDPBackend, is_causal: bool = False, bias: Tensor | None = None, dropout_p: float = 0.0) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
+        mask = more[0] if more else bias
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=more[0] if more else bias, is_causal=is_causal)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal)
 
     return attend
 
@@ -110,9 +111,9 @@ SDPA = {
 }
 
 
-def by_pytorch(name: str, is_causal: bool = False) -> Attend:
+def by_pytorch(name: str, is_causal: bool = False, dropout_p: float = 0.0) -> Attend:
     """One of SDPA."""
-    return sdpa(SDPA[name], is_causal)
+    return sdpa(SDPA[name], is_causal, dropout_p=dropout_p)
 
 
 def flex(device: str, seq: int, visible: Callable[..., Tensor] | None) -> Attend:

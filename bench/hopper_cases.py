@@ -16,6 +16,7 @@ from tilewise import Band, causal
 
 from .gpu_cases import (
     CUDNN,
+    FA2,
     OPERATIONS,
     Attend,
     Built,
@@ -38,6 +39,7 @@ from .gpu_cases import (
 from .rows import Row
 
 FA3, FA4 = "FlashAttention-3", "FlashAttention-4"
+TRITON = "ours, triton"
 MODULES = {FA3: "fa3_fwd_interface", FA4: "flash_attn.cute"}  # of the wheels fa3-fwd and flash-attn-4
 
 
@@ -50,6 +52,7 @@ def cells(setting: Setting) -> list[Cell]:
     found += [form_cell(setting, direction, form) for direction in both for form in forms(setting)]
     found += [mixed(setting, direction, mask) for direction in both for mask in ("full", "causal")]
     found += [both_dtypes(setting, direction, d) for direction in both for d in (64, 128, 256)]
+    found += [with_dropout(setting, d) for d in (64, 128, 256)]
     found += [of_documents(setting, *what) for what in (("forward", ">= 1.5"), ("backward", ">= 1.3"))]
     return [cell for cell in found if cell.peers]
 
@@ -151,6 +154,27 @@ def both_dtypes(setting: Setting, direction: str, d: int) -> Cell:
         setting, "hopper fp16", direction, "fp16", d, "causal", setting.tokens // 4,
         Peer("ours, bf16", ">= 0.97", same_result=False),
     )  # fmt: skip
+
+
+def with_dropout(setting: Setting, d: int) -> Cell:
+    """The forward with dropout beside Triton's, whose bits it has, and beside who draws numbers of their own."""
+    seq = setting.tokens // 4
+    batch, heads, p = setting.tokens // seq, setting.heads(d), 0.1
+    other = replace(setting, backend="triton") if setting.backend == "hopper" else setting  # the CPU has only one
+    peers = (Peer(TRITON, ">= 1.0"), *(Peer(name, same_result=False) for name in (FA2, CUDNN)))
+
+    def build() -> Built:
+        inputs = draw(setting, batch, heads, seq, d, dtype="bf16")
+
+        def attend_of(peer: Peer) -> Callable[[], Attend]:
+            if peer.name == TRITON:
+                return ours(other, mask=causal, dropout_p=p, seed=1)
+            return lambda: by_pytorch(peer.name, True, dropout_p=p)
+
+        return compared(ours(setting, mask=causal, dropout_p=p, seed=1), attend_of, peers, inputs, "forward")
+
+    flops = OPERATIONS["forward"] * batch * heads * d * pairs("causal", seq)
+    return Cell(Row("hopper dropout", "forward", "bf16", d, "causal", seq), peers, flops, build)
 
 
 # --- other forms ---------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def overview(rows: Iterable[Row], *names: str) -> str:
         [f"{direction}, {d}, {mask}", *(beside_the_best(cells.get(seq, [])) for seq in seqs)]
         for (direction, d, mask), cells in lines.items()
     ]
-    return markdown(["d, mask", *map(length, seqs)], body)
+    return markdown(["direction, d, mask", *map(length, seqs)], body)
 
 
 def beside_the_best(cell: list[Row]) -> str:

@@ -123,6 +123,8 @@ def test_cells_have_names_and_goals_of_their_own(monkeypatch: pytest.MonkeyPatch
         **{("hopper backward", name): ">= 0.92" for name in (FA4, gpu_cases.CUDNN)},
         **{("hopper forms", name): ">= 0.95" for name in (FA3, FA4, gpu_cases.CUDNN)}, ("hopper forms", FLEX): ">= 1.3",
         ("hopper deterministic", "ours, in any order"): ">= 0.85", ("hopper fp16", "ours, bf16"): ">= 0.97",
+        ("hopper dropout", hopper_cases.TRITON): ">= 1.0",
+        **{("hopper dropout", name): "" for name in (FA2, gpu_cases.CUDNN)},
         ("mixed lengths", "ours, dense"): ">= 0.9", ("bias with gradient", gpu_cases.EFFICIENT): ">= 1.3",
     }  # fmt: skip
     wide = [cell for cell in cells if (cell.row.subject, cell.row.d) == ("hopper backward", 256)]
@@ -238,6 +240,7 @@ class FlashAttention:
         "hopper deterministic backward bf16 d64 causal S1024",
         "hopper forward bf16 d64 full S256",
         "hopper fp16 forward fp16 d64 causal S256",
+        "hopper dropout forward bf16 d64 causal S256",
         "hopper forms forward bf16 d128 window (64, 0) S1024",
         "hopper forms backward bf16 d128 causal, 2/1 heads S512",
         "hopper forms forward bf16 d192 causal, 192/128 S256",
@@ -264,7 +267,7 @@ def test_a_peer_that_differs_or_fails_is_an_error(on_the_cpu: None, monkeypatch:
     def wrong(*args: object) -> gpu_cases.Attend:
         return lambda q, k, v: v * 1.1
 
-    def fails(*args: object) -> gpu_cases.Attend:
+    def fails(*args: object, **options: object) -> gpu_cases.Attend:
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(gpu_cases, "flex", wrong)
@@ -375,7 +378,7 @@ def test_grid_table() -> None:
 
 def test_overview_is_beside_the_best_peer() -> None:
     assert tables.overview(ROWS, "forward").splitlines() == [
-        "| d, mask | 512 | 2k |",
+        "| direction, d, mask | 512 | 2k |",
         "| --- | ---: | ---: |",
         "| forward, 64, causal |  | 424 (1.20) |",
     ]

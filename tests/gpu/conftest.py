@@ -25,7 +25,7 @@ import tilewise
 
 HERE = Path(__file__).parent
 PROCESSES = 2 if REHEARSAL else max(1, min(16, os.cpu_count() or 1) - 1)  # one core is the other tests'
-SECONDS = 400.0  # for the cases of the pool
+SECONDS = 500.0  # for the cases of the pool
 
 notes: list[str] = []  # for the summary
 counts: Counter[str] = Counter()
