@@ -28,7 +28,7 @@ MASK = ("query_range", "mask_free_queries", "key_range", "tile_of")
 PLAYED = {  # functions that the partitions call, as the Python that they are
     "place_of_keys", "query_blocks", "free_queries", "load_queries", "shares_of_head", "shares_before", "block_told",
     "add_share", "step", "turn_of", "share_of_dq", "rows_at", "clipped", "sequence_of", "extent", "clamped", "live",
-    "way", "visit", "load_chunks", "beside", "add_turned", "add_product",
+    "way", "visit", "load_chunks", "beside", "add_turned", "turned_product", "add_product",
 }  # fmt: skip
 NO_LENGTHS = (None,) * 4 + (0,) * 5
 
@@ -71,6 +71,9 @@ class Product(Anything):
 
     def __init__(self, *of: Any) -> None:
         self.of = of
+
+
+ROW = Anything()  # -L or -delta
 
 
 class Device:
@@ -201,6 +204,7 @@ class BackwardBlock:
         names |= {
             "gl": language, "mbarrier": self, "tma_load": self.tma_load, "PIECE": 64, "KEYS": 128, "LN2": 1.0,
             "matrix": lambda memory: memory, "queries": self.queries, "begin_with": lambda row: row,
+            "in_registers": tuple,
             "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.finish, "score_gradient": self.score_gradient,
             "put_share": self.put_share, "tma_add": self.tma_add, "await_turn": self.await_turn,
             "end_turn": self.end_turn, "meet": self.meet, "wait_for_stores": self.wait_for_stores,
@@ -279,7 +283,7 @@ class BackwardBlock:
         assert (of_do, bh) == ([b, h, i0, 0], b * self.call.heads + h)
         assert q.holds["end"] == do.holds["end"]
         self.log.append(("queries", self.head(b, h), i0, of_rows, q.holds["end"]))
-        return *([Part(part, 64 * piece) for part in tile] for tile in tiles), Anything(), Anything()
+        return *([Part(part, 64 * piece) for part in tile] for tile in tiles), ROW, ROW
 
     def multiply(self, a: Any, b: Any, acc: Any, **_: Any) -> Product:
         parts = [x if isinstance(x, Memory) else x.memory for x in (a, b) if isinstance(x, (Memory, Part))]
@@ -296,12 +300,12 @@ class BackwardBlock:
         return deps[0] if len(deps) == 1 else deps
 
     def score_gradient(
-        self, S: Product, dP: Product, L: Any, first: int, i0: int, masked: bool, tile: int, bits: str, parts: int,
-        in_flight: int, dtype: Any, call: Any, consumer: int, options: Any,
+        self, S: Product, dP: Product, L: Any, late: Any, first: int, i0: int, masked: bool, tile: int, bits: str,
+        behind_s: int, behind_dp: int, dtype: Any, call: Any, consumer: int, options: Any,
     ) -> Any:  # fmt: skip
         assert (bits, consumer) == ("bits", int(self.me))
         places = []
-        for left, product, names in ((in_flight, S, ("k", "q")), (in_flight - parts, dP, ("v", "do"))):
+        for left, product, names in ((behind_s, S, ("k", "q")), (behind_dp, dP, ("v", "do"))):
             self.finish(left, [product])
             columns = []
             while isinstance(product, Product):
@@ -313,7 +317,8 @@ class BackwardBlock:
                 assert keys.first == queries.memory.first
                 columns.append(keys.first)
                 places.append((j0, block + queries.start))
-            assert sorted(columns) == [sum(self.sides[:n]) for n in range(parts)]
+            assert sorted(columns) == [sum(self.sides[:n]) for n in range(len(self.sides))]
+            assert (product is ROW) == (names[0] == "k" or late is None), "delta is in dP from the start, or added late"
         assert len(set(places)) == 1
         head = self.head(b, h)
         self.log.append(("pair", consumer, head, *places[0], masked, tile, first, i0))

@@ -82,11 +82,12 @@ EVERY = [
     for deterministic in (False, True)
     if not (deterministic and KINDS[kind].get("blocks"))
 ]
-# Bytes, by columns and softcap, most of them with Triton 3.9, outside the loop over queries. With 64 columns ptxas of
-# Triton 3.7 and later reloads a few in it, as each does with a softcap.
+# Bytes, by columns and softcap, most of them with Triton 3.9, outside the loop over queries. With 64 columns each ptxas
+# reloads some in it, as with a softcap: K and V are in registers, too.
 SPILLS = {
-    (64, False): 480, (64, True): 2208, (96, False): 176, (96, True): 176, (128, False): 176, (128, True): 1184,
+    (64, False): 1360, (64, True): 2208, (96, False): 256, (96, True): 256, (128, False): 176, (128, True): 1184,
 }  # fmt: skip
+RELOADED = {"3.9": 32}  # instructions of some 350 between two waits, with 64 columns and no softcap
 SPILLS_VARIED = 128  # more, where sequences have lengths of their own: of a tile's place, outside it or once a block
 
 
@@ -145,8 +146,9 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str, deterministic: bool
     assert all(re.search(r"DEPBAR.*MEMBAR\.\w+\.GPU", part, re.DOTALL) for part in counted)
     # Between a wait for S and the next one, for dP, lie the exponentials of 64 queries: 32 of a thread.
     overlapped = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[123](.*?)WARPGROUP\.DEPBAR", listing, re.DOTALL)
-    kept = problem.softcap == 0 and (wide > 64 or triton.__version__ < "3.7")
-    assert not kept or not any(re.search("STL|LDL", part) for part in overlapped)
+    if not problem.softcap:
+        allowed = RELOADED.get(triton.__version__[:3], 8) if wide == 64 else 0
+        assert all(len(re.findall("STL|LDL", part)) <= allowed for part in overlapped)
     assert sum(part.count("MUFU.EX2") >= 32 for part in overlapped) == 2 * config.BACKWARD[wide].rows // config.PIECE
 
 

@@ -261,6 +261,15 @@ def queries(rings, at, piece: gl.constexpr):
 
 
 @gluon.jit
+def in_registers(parts):
+    """A tile as the first operand of wgmmas, which are bound by shared memory's bandwidth where they read both there."""
+    found: gl.tuple = ()
+    for n in gl.static_range(len(parts)):
+        found += (matrix(parts[n]).load(gl.DotOperandLayout(0, accumulator(PIECE), 2)),)
+    return found
+
+
+@gluon.jit
 def begin_with(row):
     """An accumulator (keys, queries) that begins with a number for each query."""
     zero = gl.zeros([PIECE, PIECE], gl.float32, accumulator(PIECE))
@@ -269,9 +278,18 @@ def begin_with(row):
 
 @gluon.jit
 def add_turned(a, b, S):
-    """S + A B^T of two tiles in shared memory; asynchronous, a matmul a part."""
+    """S + A B^T of two tiles, B's in shared memory; asynchronous, a matmul a part."""
     for n in gl.static_range(len(a)):
         S = warpgroup_mma(a[n], b[n].permute([1, 0]), S, is_async=True)
+    return S
+
+
+@gluon.jit
+def turned_product(a, b):
+    """A B^T, the same, begun while others run: ptxas would let no register of a sum be written then."""
+    S = gl.zeros([PIECE, PIECE], gl.float32, accumulator(PIECE))
+    for n in gl.static_range(len(a)):
+        S = warpgroup_mma(a[n], b[n].permute([1, 0]), S, use_acc=n > 0, is_async=True)
     return S
 
 
@@ -285,10 +303,10 @@ def add_product(x, b, sums):
 
 
 @gluon.jit
-def score_gradient(S, dP, L, first, i0, masked, tile, bits, PARTS: gl.constexpr, IN_FLIGHT: gl.constexpr,
+def score_gradient(S, dP, L, late, first, i0, masked, tile, bits, BEHIND_S: gl.constexpr, BEHIND_DP: gl.constexpr,
                    dtype: gl.constexpr, call, C: gl.constexpr, O: gl.constexpr):  # fmt: skip
-    """(P, dS) of the scores and dP, of which IN_FLIGHT wgmmas are younger than S, and those of dP's PARTS less than dP."""
-    S = warpgroup_mma_wait(IN_FLIGHT, [S])
+    """(P, dS) of the scores and dP, than which so many wgmmas are younger. late: what dP did not begin with, or None."""
+    S = warpgroup_mma_wait(BEHIND_S, [S])
     if O.SOFTCAP:
         capped = tanh(S * (call.scale / call.softcap))
         S = capped * call.softcap + L[None, :]
@@ -300,7 +318,9 @@ def score_gradient(S, dP, L, first, i0, masked, tile, bits, PARTS: gl.constexpr,
     rounded = computed(P.to(dtype))
     if O.SOFTCAP:
         P *= 1.0 - capped * capped
-    dP = warpgroup_mma_wait(IN_FLIGHT - PARTS, [dP])
+    dP = warpgroup_mma_wait(BEHIND_DP, [dP])
+    if late is not None:
+        dP += late[None, :]
     return rounded, (P * dP).to(dtype)
 
 
@@ -440,20 +460,23 @@ def add_share(dq_desc, n, share, rings, C: gl.constexpr, O: gl.constexpr):
 
 
 @gluon.jit
-def step(dk, dv, n, first, i0, free_lo, free_hi, tile, bits, rings, ds_buffers, call, C: gl.constexpr, O: gl.constexpr):
+def step(
+    dk, dv, held, n, first, i0, free_lo, free_hi, tile, bits, rings, ds_buffers, call, C: gl.constexpr, O: gl.constexpr
+):
     """(dK, dV) with block n of the queries taken in, and its dQ sent off. tile: its bits' place in the pool, or -1.
 
-    Of 128 queries both halves' S and dP are in flight from the start: the tensor cores have the second's to do during the
-    first's exponentials, and dV and dK of the first during the second's.
+    Of 128 queries the second half's S is in flight from the start: the tensor cores have it to do during the first's
+    exponentials, and dP, dV and dK during the second's. held: K and V in registers, or nothing.
     """
     TWO: gl.constexpr = O.ROWS > PIECE
     PARTS: gl.constexpr = len(dk)
-    IN_FLIGHT: gl.constexpr = (3 if TWO else 1) * PARTS
     dtype: gl.constexpr = rings.q.buffers.dtype
     operand: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
     zero = n >> 30  # Else wgmma's descriptors of K and V are computed before the loop, kept, and spilled.
     k = [matrix(part) for part in rings.k.place(C + zero)]
     v = [matrix(part) for part in rings.v.place(C + zero)]
+    if O.HELD:
+        k, v = held
     rings.q.wait(n)
     at = n % O.STAGES
     dS_at = 2 * (n % 2)
@@ -465,29 +488,29 @@ def step(dk, dv, n, first, i0, free_lo, free_hi, tile, bits, rings, ds_buffers, 
     if TWO:
         q2, do2, L2, delta2 = queries(rings, at, 1)
         S2 = begin_with(gl.zeros_like(L2) if O.SOFTCAP else L2)
-        dP2 = begin_with(delta2)
         # All set before the first wgmma: ptxas waits for that before it lets the others' registers be written.
-        S, dP, S2, dP2 = warpgroup_mma_wait(0, [S, dP, S2, dP2])
+        S, dP, S2 = warpgroup_mma_wait(0, [S, dP, S2])
     else:
         S, dP = warpgroup_mma_wait(0, [S, dP])
     S = add_turned(k, q, S)
     dP = add_turned(v, do, dP)
     if TWO:
         S2 = add_turned(k, q2, S2)
-        dP2 = add_turned(v, do2, dP2)
 
     masked = (i0 < free_lo) | (i0 + PIECE > free_hi)
-    P, dS = score_gradient(S, dP, L, first, i0, masked, tile, bits, PARTS, IN_FLIGHT, dtype, call, C, O)
+    P, dS = score_gradient(
+        S, dP, L, None, first, i0, masked, tile, bits, 2 if TWO else PARTS, 1 if TWO else 0, dtype, call, C, O
+    )
     own_dS.slice(0, PIECE, dim=1).store(dS)
     P = gl.convert_layout(P, operand)
     dS = gl.convert_layout(dS, operand)
+    if TWO:
+        dP2 = turned_product(v, do2)
     dv = add_product(P, do, dv)
     if TWO:
         dk = add_product(dS, q, dk)
         masked = (i0 + PIECE < free_lo) | (i0 + 2 * PIECE > free_hi)
-        P2, dS2 = score_gradient(
-            S2, dP2, L2, first, i0 + PIECE, masked, tile, bits, PARTS, IN_FLIGHT, dtype, call, C, O
-        )
+        P2, dS2 = score_gradient(S2, dP2, L2, delta2, first, i0 + PIECE, masked, tile, bits, 3, 2, dtype, call, C, O)
         own_dS.slice(PIECE, PIECE, dim=1).store(dS2)
         P2 = gl.convert_layout(P2, operand)
         dS2 = gl.convert_layout(dS2, operand)
@@ -524,18 +547,23 @@ def consumer(dk_desc, dv_desc, ds_buffers, bits, lengths, rings, call, C: gl.con
     for c in gl.static_range(2):
         rings.k.wait(c)
     rings.v.wait(C)
+    held: gl.tuple = ()
+    if O.HELD:
+        held = (in_registers(rings.k.place(C)), in_registers(rings.v.place(C)))
     n = 0  # blocks taken
     if O.BLOCKS:
         share, block, tile = block_told(n, rings)
         while share >= 0:
-            dk, dv = step(dk, dv, n, first, block * O.ROWS, free_lo, free_hi, tile, bits, rings, ds_buffers, own, C, O)
+            dk, dv = step(
+                dk, dv, held, n, first, block * O.ROWS, free_lo, free_hi, tile, bits, rings, ds_buffers, own, C, O
+            )
             n += 1
             share, block, tile = block_told(n, rings)
     else:
         for _ in range(call.group):
             for block in range(lo, hi):
                 dk, dv = step(
-                    dk, dv, n, first, block * O.ROWS, free_lo, free_hi, -1, bits, rings, ds_buffers, own, C, O
+                    dk, dv, held, n, first, block * O.ROWS, free_lo, free_hi, -1, bits, rings, ds_buffers, own, C, O
                 )
                 n += 1
     at = rows_at(place.b, place.kv, first, place.dk_start, place.k_span, O.K_CLIPPED)

@@ -130,6 +130,7 @@ class Options:
     ROWS: int
     STAGES: int
     PLACES: int  # for each consumer's share of dQ
+    HELD: bool  # K and V are in registers, too, as first operands
     LEFT: bool  # the Band is bounded on this side
     MASKED: bool  # blocks may need the mask
     SOFTCAP: bool
@@ -165,7 +166,7 @@ class Options:
         packed, blocks, band = problem.q_layout is Layout.PACKED, problem.mask == "blocks", problem.band
         varied = packed or problem.q_lens or problem.k_lens
         return cls(
-            WIDTH=wide, ROWS=cfg.rows, STAGES=cfg.stages, PLACES=cfg.places, LEFT=band.left is not None,
+            WIDTH=wide, ROWS=cfg.rows, STAGES=cfg.stages, PLACES=cfg.places, HELD=cfg.held, LEFT=band.left is not None,
             MASKED=varied or not band.is_full or problem.k_len % BACKWARD_KEYS > 0, SOFTCAP=problem.softcap > 0,
             ORDERED=problem.deterministic, PACKED=packed, Q_LENS=problem.q_lens, K_LENS=problem.k_lens,
             TOP_LEFT=varied and band.align == "top_left", BLOCKS=blocks,
