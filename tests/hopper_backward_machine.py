@@ -1,7 +1,7 @@
-"""A block of the Hopper backward played on the CPU, as `hopper_machine` plays the forward.
+"""Programs of the Hopper backward played on the CPU, as `hopper_machine` plays the forward's.
 
 wgmma and TMA are asynchronous here too: what one reads is being read until the wait that ends it, and whoever writes
-there before that fails. Where dQ is added up in one order, a `Device` runs several of them at once.
+there before that fails. A `Device` runs several of them at once, which claim their tiles from one counter.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from tilewise.kernels.tensors import FAR
 CALL = (
     "q_len", "k_len", "diagonal", "left", "right", "scale", "softcap", "heads", "group", "tiles", "together", "total",
 )  # fmt: skip
-PLACE = (
-    "first", "s", "b", "kv", "before", "q_start", "do_start", "k_start", "v_start", "dk_start", "k_span", "call",
-)  # fmt: skip
+PLACE = ("first", "b", "kv", "before", "dk_start", "k_span", "call")
 MASK = ("query_range", "mask_free_queries", "key_range", "tile_of")
 PLAYED = {  # functions that the partitions call, as the Python that they are
-    "place_of_keys", "query_blocks", "free_queries", "load_queries", "shares_of_head", "shares_before", "block_told",
+    "claim", "tell", "place_told", "load_tile", "place_of_keys", "query_blocks", "free_queries", "load_queries", "shares_of_head", "shares_before", "block_told",
     "add_share", "step", "turn_of", "share_of_dq", "rows_at", "clipped", "sequence_of", "extent", "clamped", "live",
     "way", "visit", "load_chunks", "beside", "add_turned", "turned_product", "add_product",
 }  # fmt: skip
@@ -47,8 +45,16 @@ class Memory(Anything):
     def permute(self, _: Any) -> Any:
         return Part(self, 0)
 
+    def copy(self) -> Memory:
+        """As it is now: a tile in registers."""
+        found = Memory(self.name, self.first)
+        found.holds = dict(self.holds)
+        return found
+
 
 class Part(Anything):
+    """Half of a buffer."""
+
     def __init__(self, memory: Memory, start: int) -> None:
         self.memory, self.start = memory, start
 
@@ -77,11 +83,13 @@ ROW = Anything()  # -L or -delta
 
 
 class Device:
-    """Runs programs, `room` of them at a time, begun in ascending order; has the counts of ended turns."""
+    """Runs programs, `room` of them at a time, begun in any order; has the counter of tiles and the counts of ended turns."""
 
     def __init__(self, seed: int, room: int) -> None:
         self.scheduler, self.room = Scheduler(seed), room
-        self.running: dict[int, int] = {}  # by program: partitions that have not ended
+        self.running: dict[int, int] = {}  # by program that has begun: partitions that have not ended
+        self.counter = 0
+        self.claims: dict[int, list[int]] = defaultdict(list)  # by program
         self.ended: dict[int, int] = defaultdict(int)  # turns, by share
         self.adding: dict[int, Any] = {}  # by share: the add that is on its way
         self.order: dict[int, list[Any]] = defaultdict(list)  # by share: adds that are in memory
@@ -90,10 +98,10 @@ class Device:
         partitions: dict[str, Callable[[], None]] = {}
         for block in blocks:
             parts = block.partitions()
-            self.running[block.program] = len(parts)
             partitions |= {f"{block.program} {name}": self.begun(block.program, part) for name, part in parts.items()}
         self.scheduler.run(partitions)
         assert not self.adding
+        assert not self.counter, "the next launch begins with it"
         for block in blocks:
             block.check_end()
 
@@ -101,8 +109,10 @@ class Device:
         """The partition, once there is room for its program."""
 
         def run() -> None:
-            before = range(program)
-            self.scheduler.until(lambda: sum(self.running[n] > 0 for n in before) < self.room)
+            self.scheduler.until(
+                lambda: program in self.running or sum(left > 0 for left in self.running.values()) < self.room
+            )
+            self.running.setdefault(program, BackwardBlock.PARTITIONS)
             part()
             self.running[program] -= 1
 
@@ -110,38 +120,42 @@ class Device:
 
 
 class BackwardBlock:
-    """One program. Its log: ("pair", consumer, (sequence, query head), keys from, queries from, masked, bit tile, keys
+    """One program of `programs`. Its log: ("pair", consumer, (sequence, query head), keys from, queries from, masked, bit tile, keys
     and queries from in their sequence), which statistics came with which queries, and what it stored.
 
     numbers: of a `walk.Call`. lengths, lists: as the kernel makes them, with Pointers.
     """
 
+    PARTITIONS = 5
+
     def __init__(
-        self, numbers: tuple[Any, ...], options: Any, program: int, device: Device,
+        self, numbers: tuple[Any, ...], options: Any, program: int, programs: int, device: Device,
         lengths: tuple[Any, ...] = NO_LENGTHS, lists: tuple[Any, ...] = NO_LISTS,
     ) -> None:  # fmt: skip
-        self.O, self.program, self.device = options, program, device
+        self.O, self.program, self.programs, self.device = options, program, programs, device
         self.call = self.call_of(*numbers)
         self.lengths, self.lists = lengths, lists
         self.scheduler = device.scheduler
         self.log: list[tuple[Any, ...]] = []
         self.in_flight: dict[str, list[tuple[Product, list[Memory]]]] = defaultdict(list)
-        self.leaving: dict[str, list[Memory]] = defaultdict(list)  # by TMA
+        self.leaving: dict[str, list[tuple[Memory, Any]]] = defaultdict(list)  # by TMA; with the half of it, or None
         self.at_barrier = self.met = 0
         self.sides, self.chunk = steps.parts(options.WIDTH), config.chunk(options.WIDTH, options.WIDTH)
         k, v, q = (self.ring(*x, self.sides) for x in (("k", 2, 2), ("v", 2, 1), ("q", options.STAGES, 2)))
-        dq, blocks = self.ring("dQ", 2 * options.PLACES, 1), self.ring("blocks", 4, 4)
+        dq, blocks, tiles = (self.ring(*x) for x in (("dQ", 2 * options.PLACES, 1), ("blocks", 4, 4), ("tiles", 2, 4)))
         do = tuple(self.buffers("do", options.STAGES, self.sides))
         (rows,) = self.buffers("statistics", options.STAGES)
         loads = 2 * (options.WIDTH // self.chunk) + 1
-        self.rings = SimpleNamespace(k=k, v=v, q=q, dq=dq, do=do, statistics=rows, blocks=blocks, BYTES=loads)
+        self.rings = SimpleNamespace(
+            tiles=tiles, k=k, v=v, q=q, dq=dq, do=do, statistics=rows, blocks=blocks, BYTES=loads
+        )
         self.ds = Buffers([Memory("dS") for _ in range(4)])
 
     def partitions(self) -> dict[str, Callable[[], None]]:
         consume, produce, add = (self.rewired(f) for f in (backward.consumer, backward.producer, backward.adder))
 
         def consumer(c: int) -> Callable[[], None]:
-            return lambda: consume("dk", "dv", self.ds, "bits", self.lengths, self.rings, self.call, c, self.O)
+            return lambda: consume(dk, dv, self.ds, "bits", self.rings, self.call, c, self.O)
 
         def adder(c: int) -> Callable[[], None]:
             return lambda: add(accumulator, 0, self.lengths, self.rings, self.call, c, self.O)
@@ -149,15 +163,18 @@ class BackwardBlock:
         accumulator = _Descriptor("dq", 256)
         accumulator.block_shape = (config.dq_columns(self.O.WIDTH) // 4, 256)
         accumulator.layout = None
-        q, k, v, do = (_Descriptor(name, self.chunk) for name in ("q", "k", "v", "do"))
+        q, k, v, do, dk, dv = (_Descriptor(name, self.chunk) for name in ("q", "k", "v", "do", "dk", "dv"))
+        dk.block_shape, dk.layout = (1, 1, 64, self.chunk), None
         partitions = {str(c): consumer(c) for c in (0, 1)} | {f"{c} adds": adder(c) for c in (0, 1)}
         partitions["producer"] = lambda: produce(
-            q, k, v, do, "rows", self.lengths, self.lists, self.rings, self.call, self.O
+            q, k, v, do, "rows", "counter", self.lengths, self.lists, self.rings, self.call, self.O
         )
+        assert len(partitions) == self.PARTITIONS
         return partitions
 
     def check_end(self) -> None:
-        for ring in (self.rings.q, self.rings.dq, self.rings.blocks):
+        for name in ("tiles", "k", "v", "q", "dq", "blocks"):
+            ring = getattr(self.rings, name)
             for full, empty in zip(ring.full, ring.empty, strict=True):
                 assert full.phase == empty.phase, "what was committed was not released"
         assert not self.at_barrier
@@ -171,14 +188,17 @@ class BackwardBlock:
         return call
 
     def place_of(self, *fields: Any) -> Any:
-        place = SimpleNamespace(**dict(zip(PLACE, fields, strict=True)))
-        self.sequence = place.s
-        return place
+        return SimpleNamespace(**dict(zip(PLACE, fields, strict=True)))
 
     def head(self, b: int, h: int) -> tuple[int, int]:
-        """(Sequence, head) of a block that lies in (b, h)."""
-        assert b == (0 if self.O.PACKED else self.sequence)
-        return self.sequence, h
+        """(Sequence, head) of a block that lies in (b, h), and is taken by the tile of keys that is in shared memory."""
+        _, of_k, kv, row, _ = self.rings.k.buffers[0].holds["loaded"]
+        assert (of_k, kv) == (b, h // self.call.group)
+        if not self.O.PACKED:
+            return b, h
+        starts = self.lengths[1].data
+        (sequence,) = (s for s in range(len(starts) - 1) if starts[s] <= row < starts[s + 1])
+        return sequence, h
 
     def buffers(self, name: str, stages: int, sides: Sequence[int] = (1,)) -> Iterator[Buffers]:
         """Of each part."""
@@ -199,12 +219,11 @@ class BackwardBlock:
         """The Python of a jitted function, with these names in place of its module's."""
         plain = function.fn
         names = {**plain.__globals__, **{n: getattr(mask, n) for n in MASK}}
-        language = _Language(self.program)
-        language.where = lambda condition, yes, no: yes if condition else no
+        language = _Language(self.program, self.programs)
         names |= {
             "gl": language, "mbarrier": self, "tma_load": self.tma_load, "PIECE": 64, "KEYS": 128, "LN2": 1.0,
             "matrix": lambda memory: memory, "queries": self.queries, "begin_with": lambda row: row,
-            "in_registers": tuple,
+            "in_registers": self.in_registers, "begin_claim": self.begin_claim, "end_claim": self.end_claim,
             "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.finish, "score_gradient": self.score_gradient,
             "put_share": self.put_share, "tma_add": self.tma_add, "await_turn": self.await_turn,
             "end_turn": self.end_turn, "meet": self.meet, "wait_for_stores": self.wait_for_stores,
@@ -239,8 +258,9 @@ class BackwardBlock:
 
     def write(self, memory: Memory, key: Any, value: Any) -> None:
         read = [of for flying in self.in_flight.values() for _, parts in flying for of in parts]
-        read += [of for leaving in self.leaving.values() for of in leaving]
+        leaving = [half for halves in self.leaving.values() for of, half in halves if of is memory]
         assert all(memory is not of for of in read), f"{memory.name} is written while it is read"
+        assert None not in leaving and key not in leaving, f"{memory.name} is written while it is stored"
         memory.holds[key] = value
 
     def chunks_of(self, parts: list[Memory], _: Any) -> list[tuple[Memory, int]]:
@@ -248,8 +268,27 @@ class BackwardBlock:
         return [(part, part.first + n) for part, side in sides for n in range(0, side, self.chunk)]
 
     def seen_as(self, memory: Memory, shape: list[int], _: Any) -> Buffers:
+        if memory.name == "dS":
+            assert shape == [self.O.ROWS // 64, 1, 1, 64, 64]
+            return Buffers([Part(memory, 64 * n) for n in range(shape[0])])
         assert shape[0] * shape[1] == memory.shape[0]
         return Buffers([(memory, shape[1] * n) for n in range(shape[0])])
+
+    def in_registers(self, parts: list[Memory]) -> tuple[Memory, ...]:
+        self.scheduler.until()
+        return tuple(part.copy() for part in parts)
+
+    def begin_claim(self, _: str) -> int:
+        self.scheduler.until()
+        self.device.counter += 1
+        return self.device.counter - 1
+
+    def end_claim(self, claim: int, _: str, total: int) -> int:
+        self.scheduler.until()
+        if claim == total - 1:
+            self.device.counter = 0
+        self.device.claims[self.program].append(claim)
+        return _Int(claim + self.programs)
 
     def tma_load(self, descriptor: str, at: list[int], barrier: Any, place: Any) -> None:
         """place: a Memory, or of one a chunk and its column."""
@@ -347,7 +386,7 @@ class BackwardBlock:
         block, row = divmod(at[0], self.O.ROWS * self.O.WIDTH // 256)
         assert row == 16 * c + behind
         share, add = 2 * block + c, memory.holds["dq"]
-        self.leaving[self.me].append(memory)
+        self.leaving[self.me].append((memory, None))
         if behind:
             self.scheduler.until()
             return
@@ -376,10 +415,12 @@ class BackwardBlock:
             self.at_barrier, self.met = 0, met + 1
         self.scheduler.until(lambda: self.met > met)
 
-    def store(self, sums: Any, parts: list[Memory], descriptor: str, at: list[int]) -> None:
+    def store(self, sums: Any, parts: list[Any], descriptor: str, at: list[int]) -> None:
         assert not self.in_flight[self.me]
         assert len(sums) == len(parts)
-        for memory in parts:
-            self.write(memory, "result", None)
-            self.leaving[self.me].append(memory)
+        for part in parts:
+            memory, half = (part.memory, part.start) if isinstance(part, Part) else (part, None)
+            self.write(memory, half, descriptor)
+            self.leaving[self.me].append((memory, half))
+        self.scheduler.until()
         self.log.append((descriptor, *at))
