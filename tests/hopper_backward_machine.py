@@ -24,7 +24,8 @@ CALL = (
 PLACE = ("first", "b", "kv", "before", "dk_start", "k_span", "call")
 MASK = ("query_range", "mask_free_queries", "key_range", "tile_of")
 PLAYED = {  # functions that the partitions call, as the Python that they are
-    "claim", "tell", "place_told", "load_tile", "place_of_keys", "query_blocks", "free_queries", "load_queries", "shares_of_head", "shares_before", "block_told",
+    "claim", "tell", "place_told", "load_tile", "load_keys",
+    "place_of_keys", "query_blocks", "free_queries", "load_queries", "shares_of_head", "shares_before", "block_told",
     "add_share", "step", "turn_of", "share_of_dq", "rows_at", "clipped", "sequence_of", "extent", "clamped", "live",
     "way", "visit", "load_chunks", "beside", "add_turned", "turned_product", "add_product",
 }  # fmt: skip
@@ -83,7 +84,7 @@ ROW = Anything()  # -L or -delta
 
 
 class Device:
-    """Runs programs, `room` of them at a time, begun in any order; has the counter of tiles and the counts of ended turns."""
+    """Runs programs, `room` of them at a time, begun in any order; has the counter of tiles, and those of ended turns."""
 
     def __init__(self, seed: int, room: int) -> None:
         self.scheduler, self.room = Scheduler(seed), room
@@ -120,8 +121,8 @@ class Device:
 
 
 class BackwardBlock:
-    """One program of `programs`. Its log: ("pair", consumer, (sequence, query head), keys from, queries from, masked, bit tile, keys
-    and queries from in their sequence), which statistics came with which queries, and what it stored.
+    """One program of `programs`. Its log: ("pair", consumer, (sequence, query head), keys from, queries from, masked, bit
+    tile, keys and queries from in their sequence), which statistics came with which queries, and what it stored.
 
     numbers: of a `walk.Call`. lengths, lists: as the kernel makes them, with Pointers.
     """
@@ -132,7 +133,8 @@ class BackwardBlock:
         self, numbers: tuple[Any, ...], options: Any, program: int, programs: int, device: Device,
         lengths: tuple[Any, ...] = NO_LENGTHS, lists: tuple[Any, ...] = NO_LISTS,
     ) -> None:  # fmt: skip
-        self.O, self.program, self.programs, self.device = options, program, programs, device
+        self.O, self.device = options, device
+        self.program, self.programs = program, programs
         self.call = self.call_of(*numbers)
         self.lengths, self.lists = lengths, lists
         self.scheduler = device.scheduler
@@ -142,7 +144,8 @@ class BackwardBlock:
         self.at_barrier = self.met = 0
         self.sides, self.chunk = steps.parts(options.WIDTH), config.chunk(options.WIDTH, options.WIDTH)
         k, v, q = (self.ring(*x, self.sides) for x in (("k", 2, 2), ("v", 2, 1), ("q", options.STAGES, 2)))
-        dq, blocks, tiles = (self.ring(*x) for x in (("dQ", 2 * options.PLACES, 1), ("blocks", 4, 4), ("tiles", 2, 4)))
+        dq, blocks = self.ring("dQ", 2 * options.PLACES, 1), self.ring("blocks", 4, 4)
+        tiles = self.ring("tiles", 2, 4)
         do = tuple(self.buffers("do", options.STAGES, self.sides))
         (rows,) = self.buffers("statistics", options.STAGES)
         loads = 2 * (options.WIDTH // self.chunk) + 1
@@ -260,7 +263,7 @@ class BackwardBlock:
         read = [of for flying in self.in_flight.values() for _, parts in flying for of in parts]
         leaving = [half for halves in self.leaving.values() for of, half in halves if of is memory]
         assert all(memory is not of for of in read), f"{memory.name} is written while it is read"
-        assert None not in leaving and key not in leaving, f"{memory.name} is written while it is stored"
+        assert not {None, key}.intersection(leaving), f"{memory.name} is written while it is stored"
         memory.holds[key] = value
 
     def chunks_of(self, parts: list[Memory], _: Any) -> list[tuple[Memory, int]]:

@@ -199,7 +199,7 @@ def test_turns_count_the_tiles_that_add_before(rows: int) -> None:
 
 @pytest.mark.parametrize("seed", range(80))
 def test_partitions_take_every_pair_once_and_never_wait_for_ever(seed: int) -> None:
-    """By as many programs, and as many of them at once, as the seed draws; of every second one dQ is added up in one order."""
+    """By programs as many, and so many at once, as the seed draws. Of every second one dQ is added up in one order."""
     pytest.importorskip("triton")
     from hopper_backward_machine import BackwardBlock, Device
 
@@ -221,7 +221,8 @@ def test_partitions_take_every_pair_once_and_never_wait_for_ever(seed: int) -> N
     options = replace(options, STAGES=r.choice((1, 2, 3)), PLACES=r.choice((1, 2)))
     tiles = -(-k_len // config.BACKWARD_KEYS)
     numbers = backward_host.numbers_of(problem, NOTHING.origin, k_len, config.BACKWARD_KEYS, 2, r.choice((1, 2, 3)))
-    device, programs = Device(seed, r.choice((1, 2, 3, 5))), min(numbers[backward_host.TOTAL], r.choice((1, 2, 3, 5, 99)))
+    device = Device(seed, r.choice((1, 2, 3, 5)))
+    programs = min(numbers[backward_host.TOTAL], r.choice((1, 2, 3, 5, 99)))
     blocks = [BackwardBlock(numbers, options, program, programs, device) for program in range(programs)]
     device.run(blocks)
     log = [entry for block in blocks for entry in block.log]
@@ -282,7 +283,8 @@ def test_sequences_and_block_masks_played(seed: int) -> None:
     numbers = list(backward_host.numbers_of(problem, origin, drawn.k_len, 128, 2, r.choice((1, 2, 3))))
     numbers[:2] = drawn.q_len, drawn.k_len
     lengths = (*drawn.contents(), batch, *(0 if packed else APART for _ in range(4)))
-    device, programs = Device(seed, r.choice((1, 2, 3))), min(numbers[backward_host.TOTAL], r.choice((1, 2, 3, 99)))
+    device = Device(seed, r.choice((1, 2, 3)))
+    programs = min(numbers[backward_host.TOTAL], r.choice((1, 2, 3, 99)))
     blocks = [
         BackwardBlock(tuple(numbers), options, program, programs, device, lengths, lists) for program in range(programs)
     ]

@@ -242,35 +242,34 @@ def claim(counter, call, O: gl.constexpr):
 def load_tile(
     q_desc, k_desc, v_desc, do_desc, statistics_desc, lengths, lists, t, n, place, starts, rings, call, O: gl.constexpr
 ):
-    """n, with tile t's K and V loaded, and its blocks of queries, from number n on. V has room first.
+    """n, with tile t's K and V loaded, and its blocks of queries, from number n on.
 
-    Behind a sequence's end all of them have zeros, whatever is there: 0 * NaN is not 0.
+    The first block comes before K and V, whose places are the last of the tile before that are free. Behind a sequence's end all of them have zeros, whatever is there: 0 * NaN is not 0.
     """
-    own = place.call
-    s, q_start, do_start, k_start, v_start = starts
-    for c in gl.static_range(2):
-        at = place.first + PIECE * c
-        rings.v.load_parts(2 * t + c, v_desc, rows_at(place.b, place.kv, at, v_start, own.k_len, O.K_CLIPPED))
-    for c in gl.static_range(2):
-        at = place.first + PIECE * c
-        rings.k.load_parts(2 * t + c, k_desc, rows_at(place.b, place.kv, at, k_start, own.k_len, O.K_CLIPPED))
-    lo, hi = query_blocks(place.first, own, O.ROWS)
+    before = n
+    lo, hi = query_blocks(place.first, place.call, O.ROWS)
     for member in range(call.group):
         h = place.kv * call.group + member
         if O.BLOCKS:
             head_share = shares_before(place, member, shares_of_head(call, lengths, O), call, 0)
-            blocks = way(lists, s, h, place.first // KEYS, lo * O.ROWS, hi * O.ROWS, O.ROWS, O.CUT)
+            blocks = way(lists, starts[0], h, place.first // KEYS, lo * O.ROWS, hi * O.ROWS, O.ROWS, O.CUT)
             for j in range(blocks[0]):
                 i0, bits = visit(blocks, j, lists, 0, O.ROWS)
                 block = i0 // O.ROWS
                 put(rings.blocks.acquire(n + t), 0, (head_share + 2 * block, block, bits))
                 rings.blocks.commit(n + t)
-                load_queries(q_desc, do_desc, statistics_desc, n, h, block, place, q_start, do_start, rings, O)
+                load_queries(q_desc, do_desc, statistics_desc, n, h, block, place, starts, rings, O)
+                if n == before:
+                    load_keys(k_desc, v_desc, t, place, starts, rings, O)
                 n += 1
         else:
             for block in range(lo, hi):
-                load_queries(q_desc, do_desc, statistics_desc, n, h, block, place, q_start, do_start, rings, O)
+                load_queries(q_desc, do_desc, statistics_desc, n, h, block, place, starts, rings, O)
+                if n == before:
+                    load_keys(k_desc, v_desc, t, place, starts, rings, O)
                 n += 1
+    if n == before:
+        load_keys(k_desc, v_desc, t, place, starts, rings, O)
     if O.BLOCKS:
         put(rings.blocks.acquire(n + t), 0, (-1, 0, 0))
         rings.blocks.commit(n + t)
@@ -278,9 +277,23 @@ def load_tile(
 
 
 @gluon.jit
-def load_queries(q_desc, do_desc, statistics_desc, n, h, block, place, q_start, do_start, rings, O: gl.constexpr):
+def load_keys(k_desc, v_desc, t, place, starts, rings, O: gl.constexpr):
+    """Tile t's K and V."""
+    _, _, _, k_start, v_start = starts
+    end = place.call.k_len
+    for c in gl.static_range(2):
+        at = place.first + PIECE * c
+        rings.v.load_parts(2 * t + c, v_desc, rows_at(place.b, place.kv, at, v_start, end, O.K_CLIPPED))
+    for c in gl.static_range(2):
+        at = place.first + PIECE * c
+        rings.k.load_parts(2 * t + c, k_desc, rows_at(place.b, place.kv, at, k_start, end, O.K_CLIPPED))
+
+
+@gluon.jit
+def load_queries(q_desc, do_desc, statistics_desc, n, h, block, place, starts, rings, O: gl.constexpr):
     """Item n of rings.q: a block of head h's queries."""
     own = place.call
+    _, q_start, do_start, _, _ = starts
     full = rings.q.expect(n, rings.BYTES)
     at = n % O.STAGES
     i0 = block * O.ROWS
@@ -647,19 +660,20 @@ def consumer(dk_desc, dv_desc, ds_buffers, bits, rings, call, C: gl.constexpr, O
                     n += 1
 
         at = rows_at(place.b, place.kv, first, place.dk_start, place.k_span, O.K_CLIPPED)
-        dv = [part.to(dtype) for part in dv]
-        dk_scaled = [part.to(dtype) for part in scaled(dk, call)]
+        dv_place = rings.v.place(C)
+        dk_place = rings.k.place(C)
         if O.HELD:
             for c in gl.static_range(2):
                 rings.k.release(2 * t + c)
             next_dS = ds_buffers.index(2 * (n % 2) + C)
             halves = seen_as(next_dS, stacked(2, dk_desc.block_shape), dk_desc.layout)
-            store(dv, (halves.index(0),), dv_desc, at)
-            store(dk_scaled, (halves.index(1),), dk_desc, at)
-        else:
-            store(dv, rings.v.place(C), dv_desc, at)
+            dv_place = (halves.index(0),)
+            dk_place = (halves.index(1),)
+        store([part.to(dtype) for part in dv], dv_place, dv_desc, at)
+        if not O.HELD:
             meet()  # both have read K
-            store(dk_scaled, rings.k.place(C), dk_desc, at)
+        store([part.to(dtype) for part in scaled(dk, call)], dk_place, dk_desc, at)
+        if not O.HELD:
             wait_for_stores()
             rings.v.release(2 * t + C)
             for c in gl.static_range(2):
