@@ -84,7 +84,7 @@ ROW = Anything()  # -L or -delta
 
 
 class Device:
-    """Runs programs, `room` of them at a time, begun in any order; has the counter of tiles, and those of ended turns."""
+    """Runs programs, `room` of them at a time, begun in any order. It has the counters, of tiles and of ended turns."""
 
     def __init__(self, seed: int, room: int) -> None:
         self.scheduler, self.room = Scheduler(seed), room
@@ -121,8 +121,9 @@ class Device:
 
 
 class BackwardBlock:
-    """One program of `programs`. Its log: ("pair", consumer, (sequence, query head), keys from, queries from, masked, bit
-    tile, keys and queries from in their sequence), which statistics came with which queries, and what it stored.
+    """One program of `programs`. Its log: ("pair", consumer, (sequence, query head), keys from, queries from, masked,
+    bit tile, keys and queries from in their sequence), which statistics came with which queries, and what
+    it stored.
 
     numbers: of a `walk.Call`. lengths, lists: as the kernel makes them, with Pointers.
     """
