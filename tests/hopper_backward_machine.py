@@ -195,7 +195,7 @@ class BackwardBlock:
         return SimpleNamespace(**dict(zip(PLACE, fields, strict=True)))
 
     def head(self, b: int, h: int) -> tuple[int, int]:
-        """(Sequence, head) of a block that lies in (b, h), and is taken by the tile of keys that is in shared memory."""
+        """(Sequence, head) of a block that lies in (b, h), and which the tile of keys in shared memory takes."""
         _, of_k, kv, row, _ = self.rings.k.buffers[0].holds["loaded"]
         assert (of_k, kv) == (b, h // self.call.group)
         if not self.O.PACKED:

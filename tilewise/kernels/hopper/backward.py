@@ -244,7 +244,8 @@ def load_tile(
 ):
     """n, with tile t's K and V loaded, and its blocks of queries, from number n on.
 
-    The first block comes before K and V, whose places are the last of the tile before that are free. Behind a sequence's end all of them have zeros, whatever is there: 0 * NaN is not 0.
+    The first block comes before K and V, whose places are the last of the tile before that are free. Behind a sequence's end
+    all of them have zeros, whatever is there: 0 * NaN is not 0.
     """
     before = n
     lo, hi = query_blocks(place.first, place.call, O.ROWS)
