@@ -22,6 +22,7 @@ CALL = (
     "q_len", "k_len", "diagonal", "left", "right", "scale", "softcap", "heads", "group", "tiles", "together", "total",
 )  # fmt: skip
 PLACE = ("first", "b", "kv", "before", "dk_start", "k_span", "call")
+RINGS = ("tiles", "k", "v", "q", "dq", "do", "statistics", "blocks", "BYTES")
 MASK = ("query_range", "mask_free_queries", "key_range", "tile_of")
 PLAYED = {  # functions that the partitions call, as the Python that they are
     "claim", "tell", "place_told", "load_tile", "load_keys",
@@ -144,37 +145,42 @@ class BackwardBlock:
         self.leaving: dict[str, list[tuple[Memory, Any]]] = defaultdict(list)  # by TMA; with the half of it, or None
         self.at_barrier = self.met = 0
         self.sides, self.chunk = steps.parts(options.WIDTH), config.chunk(options.WIDTH, options.WIDTH)
-        k, v, q = (self.ring(*x, self.sides) for x in (("k", 2, 2), ("v", 2, 1), ("q", options.STAGES, 2)))
-        dq, blocks = self.ring("dQ", 2 * options.PLACES, 1), self.ring("blocks", 4, 4)
-        tiles = self.ring("tiles", 2, 4)
-        do = tuple(self.buffers("do", options.STAGES, self.sides))
-        (rows,) = self.buffers("statistics", options.STAGES)
-        loads = 2 * (options.WIDTH // self.chunk) + 1
-        self.rings = SimpleNamespace(
-            tiles=tiles, k=k, v=v, q=q, dq=dq, do=do, statistics=rows, blocks=blocks, BYTES=loads
-        )
-        self.ds = Buffers([Memory("dS") for _ in range(4)])
+        self.rings: Any = None
+        self.numbers = numbers
 
     def partitions(self) -> dict[str, Callable[[], None]]:
-        consume, produce, add = (self.rewired(f) for f in (backward.consumer, backward.producer, backward.adder))
+        """What the kernel starts, on the rings that it makes."""
+        chunk = self.chunk
+        blocks = {
+            **dict.fromkeys(("dk", "dv", "k", "v"), (1, 1, 64, chunk)), "rows": (2, 1, self.O.ROWS),
+            **dict.fromkeys(("q", "do"), (1, 1, self.O.ROWS, chunk)), "dq": (config.dq_columns(self.O.WIDTH) // 4, 256),
+        }  # fmt: skip
+        descriptors = (self.descriptor(x, blocks[x]) for x in ("dk", "dv", "dq", "q", "k", "v", "do", "rows"))
+        *pointers, batch, q_apart, do_apart, k_apart, v_apart = self.lengths
+        self.rewired(backward.backward_kernel)(
+            *descriptors, 0, "counter", *pointers, *self.lists[:5], "bits", *self.numbers, batch, q_apart, do_apart,
+            k_apart, v_apart, *self.lists[6:], self.O,
+        )  # fmt: skip
+        return self.started
 
-        def consumer(c: int) -> Callable[[], None]:
-            return lambda: consume(dk, dv, self.ds, "bits", self.rings, self.call, c, self.O)
+    def start(self, partitions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
+        def bound(function: Any, arguments: tuple[Any, ...]) -> Callable[[], None]:
+            played = self.rewired(function)
+            return lambda: played(*arguments)
 
-        def adder(c: int) -> Callable[[], None]:
-            return lambda: add(accumulator, 0, self.lengths, self.rings, self.call, c, self.O)
+        names = {backward.consumer: "{}", backward.adder: "{} adds", backward.producer: "producer"}
+        self.started = {names[f].format(arguments[-2]): bound(f, arguments) for f, arguments in partitions}
+        assert len(self.started) == self.PARTITIONS
 
-        accumulator = _Descriptor("dq", 256)
-        accumulator.block_shape = (config.dq_columns(self.O.WIDTH) // 4, 256)
-        accumulator.layout = None
-        q, k, v, do, dk, dv = (_Descriptor(name, self.chunk) for name in ("q", "k", "v", "do", "dk", "dv"))
-        dk.block_shape, dk.layout = (1, 1, 64, self.chunk), None
-        partitions = {str(c): consumer(c) for c in (0, 1)} | {f"{c} adds": adder(c) for c in (0, 1)}
-        partitions["producer"] = lambda: produce(
-            q, k, v, do, "rows", "counter", self.lengths, self.lists, self.rings, self.call, self.O
-        )
-        assert len(partitions) == self.PARTITIONS
-        return partitions
+    def descriptor(self, name: str, block: tuple[int, ...]) -> _Descriptor:
+        made = _Descriptor(name, block[-1])
+        made.block_shape, made.layout, made.dtype = block, name, None
+        return made
+
+    def rings_of(self, *fields: Any) -> Any:
+        self.rings = SimpleNamespace(**dict(zip(RINGS, fields, strict=True)))
+        self.rings.BYTES = 2 * (self.O.WIDTH // self.chunk) + 1  # loads
+        return self.rings
 
     def check_end(self) -> None:
         for name in ("tiles", "k", "v", "q", "dq", "blocks"):
@@ -209,11 +215,13 @@ class BackwardBlock:
         for n in range(len(sides)):
             yield Buffers([Memory(name, sum(sides[:n])) for _ in range(stages)])
 
-    def ring(self, name: str, stages: int, readers: int, sides: Sequence[int] = (1,)) -> Any:
-        first, *others = self.buffers(name, stages, sides)
+    def ring(self, parts: Sequence[Buffers], readers: int) -> Any:
+        """A pipeline.Ring with its own methods; BYTES are loads."""
+        first, *others = parts
+        full, empty = (Buffers([Barrier(count) for _ in first]) for count in (1, readers))
         ring = SimpleNamespace(
-            STAGES=stages, BYTES=max(sum(sides) // self.chunk, 1), buffers=first, others=tuple(others),
-            full=Buffers([Barrier(1) for _ in range(stages)]), empty=Buffers([Barrier(readers) for _ in range(stages)]),
+            STAGES=len(first), BYTES=self.O.WIDTH // self.chunk, buffers=first, others=tuple(others), full=full,
+            empty=empty,
         )  # fmt: skip
         for method in ("acquire", "commit", "expect", "load_parts", "parts", "place", "wait", "release"):
             setattr(ring, method, self.rewired(getattr(pipeline.Ring, method)).__get__(ring))
@@ -224,6 +232,10 @@ class BackwardBlock:
         plain = function.fn
         names = {**plain.__globals__, **{n: getattr(mask, n) for n in MASK}}
         language = _Language(self.program, self.programs)
+        language.allocate_shared_memory = lambda _, shape, layout: next(self.buffers(layout, shape[0]))
+        language.NVMMASharedLayout = SimpleNamespace(get_default_for=lambda *_: "dS")
+        language.SwizzledSharedLayout = lambda *_: "numbers"
+        language.warp_specialize = self.start
         names |= {
             "gl": language, "mbarrier": self, "tma_load": self.tma_load, "PIECE": 64, "KEYS": 128, "LN2": 1.0,
             "matrix": lambda memory: memory, "queries": self.queries, "begin_with": lambda row: row,
@@ -234,6 +246,8 @@ class BackwardBlock:
             "store": self.store, "zeros": lambda _: (Anything(),) * len(self.sides), "scaled": lambda sums, _: sums,
             "accumulator": lambda _: None, "chunks_of": self.chunks_of, "seen_as": self.seen_as,
             "fence_async_shared": lambda: None, "uniform": lambda x: x,
+            "buffers_of": lambda n, _, name: tuple(self.buffers(name, n, self.sides)), "ring_of_parts": self.ring,
+            "ring_of": lambda buffers, readers: self.ring((buffers,), readers), "Rings": self.rings_of,
             "TILE": 128, "FAR": FAR, "Place": self.place_of, "Call": self.call_of,
             "put": self.put, "number": lambda memory, at: memory.holds[at],
             "below": lambda list, n, tile: sum(x < tile for x in list.data[list.at :][:n]),
