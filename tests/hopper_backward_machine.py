@@ -91,7 +91,7 @@ class Device:
         self.scheduler, self.room = Scheduler(seed), room
         self.running: dict[int, int] = {}  # by program that has begun: partitions that have not ended
         self.counter = 0
-        self.claims: dict[int, list[int]] = defaultdict(list)  # by program
+        self.claimed: set[int] = set()
         self.ended: dict[int, int] = defaultdict(int)  # turns, by share
         self.adding: dict[int, Any] = {}  # by share: the add that is on its way
         self.order: dict[int, list[Any]] = defaultdict(list)  # by share: adds that are in memory
@@ -298,14 +298,16 @@ class BackwardBlock:
 
     def begin_claim(self, _: str) -> int:
         self.scheduler.until()
+        claim = self.device.counter
+        assert claim not in self.device.claimed, "the counter was set back too early"
+        self.device.claimed.add(claim)
         self.device.counter += 1
-        return self.device.counter - 1
+        return claim
 
     def end_claim(self, claim: int, _: str, total: int) -> int:
         self.scheduler.until()
         if claim == total - 1:
             self.device.counter = 0
-        self.device.claims[self.program].append(claim)
         return _Int(claim + self.programs)
 
     def tma_load(self, descriptor: str, at: list[int], barrier: Any, place: Any) -> None:
