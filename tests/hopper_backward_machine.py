@@ -249,7 +249,7 @@ class BackwardBlock:
             "buffers_of": lambda n, _, name: tuple(self.buffers(name, n, self.sides)), "ring_of_parts": self.ring,
             "ring_of": lambda buffers, readers: self.ring((buffers,), readers), "Rings": self.rings_of,
             "TILE": 128, "FAR": FAR, "Place": self.place_of, "Call": self.call_of,
-            "put": self.put, "number": lambda memory, at: memory.holds[at],
+            "put": self.put, "number": self.number,
             "below": lambda list, n, tile: sum(x < tile for x in list.data[list.at :][:n]),
         }  # fmt: skip
         for name in PLAYED & set(plain.__code__.co_names):
@@ -333,6 +333,10 @@ class BackwardBlock:
     def put(self, memory: Memory, at: int, numbers: tuple[int, ...]) -> None:
         self.write(memory, "told", None)
         memory.holds |= dict(enumerate((_Int(number) for number in numbers), at))
+
+    def number(self, memory: Memory, at: int) -> Any:
+        self.scheduler.until()
+        return memory.holds[at]
 
     def queries(self, rings: Any, at: int, piece: int) -> tuple[Any, ...]:
         tiles = rings.q.place(at), [part.index(at) for part in rings.do]

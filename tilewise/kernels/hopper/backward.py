@@ -716,7 +716,8 @@ def backward_kernel(
     dq_buffers = gl.allocate_shared_memory(gl.float32, [2 * O.PLACES, PIECE * PIECE // 256, 256], dq.layout)
     BYTES: gl.constexpr = 2 * O.ROWS * (2 * O.WIDTH + 4)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tile_ring = ring_of(gl.allocate_shared_memory(gl.int32, [2, 8], plain), 4)
+    MESSAGES: gl.constexpr = 1 if O.BLOCKS else 2  # beside blocks' numbers there is no room for two
+    tile_ring = ring_of(gl.allocate_shared_memory(gl.int32, [MESSAGES, 8], plain), 4)
     k_ring = ring_of_parts(k_buffers, 2)
     v_ring = ring_of_parts(v_buffers, 1)
     q_ring = ring_of_parts(q_buffers, 2)
