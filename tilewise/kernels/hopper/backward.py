@@ -724,7 +724,7 @@ def backward_kernel(
     dq_ring = ring_of(dq_buffers, 1)
     block_ring = q_ring
     if O.BLOCKS:
-        block_ring = ring_of(gl.allocate_shared_memory(gl.int32, [4, 4], plain), 4)
+        block_ring = ring_of(gl.allocate_shared_memory(gl.int32, [3, 4], plain), 4)
     rings = Rings(tile_ring, k_ring, v_ring, q_ring, dq_ring, do_buffers, of_rows, block_ring, BYTES)
     fence_async_shared()
     call = Call(q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total)
