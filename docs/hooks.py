@@ -1,6 +1,6 @@
 """How the site differs from the pages in the repository; mkdocs calls these (mkdocs.yml, `hooks`).
 
-Links to files outside docs/ lead to copies in the site, code with its lines numbered; README.md is the site's first page.
+README.md is the site's first page. Links to files outside docs/ lead to copies in the site, code with numbered lines.
 TeX becomes MathML while the site is built, so that a browser shows it without JavaScript and without a network.
 """
 
@@ -53,7 +53,7 @@ def on_files(files: Files, config: Any) -> Files:
         path = pending.pop()
         text = (ROOT / path).read_text()
         if not path.endswith(".md"):
-            text = f"# {path}\n\n```{path.rpartition('.')[2]} linenums=\"1\"\n{text}```\n"
+            text = f'# {path}\n\n```{path.rpartition(".")[2]} linenums="1"\n{text}```\n'
         else:
             linked = {target(link, path) for link, _ in LINK.findall(text)}
             new = {there for there in linked - known if not there.startswith("docs/") and (ROOT / there).is_file()}

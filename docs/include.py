@@ -1,9 +1,9 @@
-"""Fill in what a page includes by reference: `python -m docs.include` renews docs/*.md, `--check` only says what is stale.
+"""Fill in what a page includes by reference: `python -m docs.include` renews docs/*.md, `--check` says what is stale.
 
     <!-- code: FILE::NAME -->                         a function, class or Class.method, without its docstring
     <!-- code: FILE::NAME from `TEXT` to `TEXT` -->   of it, the lines from the first that has one text to the next that
     <!-- /code -->                                    has the other; either may be left out
-    <!-- numbers: NAME -->                            the two lines of a table's head stay; below, `numbers.TABLES[NAME]`
+    <!-- numbers: NAME -->                            the two lines of a table's head stay; then `numbers.TABLES[NAME]`
     <!-- /numbers -->
 
 A test holds that nothing is stale, so that code and line numbers on a page are those of the files.
@@ -23,7 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 CODE = re.compile(
     r"^(<!-- code: (\S+)::(\S+)(?: from `(.+?)`)?(?: to `(.+?)`)? -->\n).*?^(<!-- /code -->)$", re.DOTALL | re.MULTILINE
 )
-NUMBERS = re.compile(r"^(<!-- numbers: (\w+) -->\n\|[^\n]*\n\|[^\n]*\n).*?^(<!-- /numbers -->)$", re.DOTALL | re.MULTILINE)
+NUMBERS = re.compile(
+    r"^(<!-- numbers: (\w+) -->\n\|[^\n]*\n\|[^\n]*\n).*?^(<!-- /numbers -->)$", re.DOTALL | re.MULTILINE
+)
 
 
 def renewed(text: str) -> str:

@@ -95,7 +95,7 @@ def causal() -> Table:
 
 
 def sparse() -> Table:
-    """Live tiles, then MB and Gflop of block-sparse FlashAttention, forward and backward, N = 4096, and shares of all."""
+    """Live tiles, then MB and Gflop of block-sparse FlashAttention in both directions, N = 4096, and shares of all."""
     N, side = 4096, 128
     n = N // side
     table = []
