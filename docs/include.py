@@ -26,6 +26,7 @@ CODE = re.compile(
 NUMBERS = re.compile(
     r"^(<!-- numbers: (\w+) -->\n\|[^\n]*\n\|[^\n]*\n).*?^(<!-- /numbers -->)$", re.DOTALL | re.MULTILINE
 )
+FOR_TOOLS = re.compile(r" +# (noqa: \w+|fmt: skip)")  # comments that tell a reader nothing
 
 
 def renewed(text: str) -> str:
@@ -46,7 +47,7 @@ def code(file: str, name: str, start: str | None, end: str | None) -> str:
     if end is not None:
         last = holding(lines, end, first, last, f"{file}::{name}")
     hidden = docstring(node)
-    kept = [lines[at - 1] for at in range(first, last + 1) if at not in hidden]
+    kept = [FOR_TOOLS.sub("", lines[at - 1]) for at in range(first, last + 1) if at not in hidden]
     block = textwrap.dedent("\n".join(kept)).rstrip()
     return f"[`{file}`, {first}-{last}](../{file}#L{first}-L{last})\n\n```python\n{block}\n```\n\n"
 

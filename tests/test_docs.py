@@ -187,13 +187,14 @@ def test_hopper_in_the_text() -> None:
     piece, keys = constant(f"{kernels}/walk.py", "PIECE"), constant(f"{kernels}/backward.py", "KEYS")
     growth = constant(f"{kernels}/steps.py", "GROWTH")
     assert said(r"each has (\d+) rows of the tile", r"每个负责查询块中的 (\d+) 行") == [piece]
-    english, chinese = r"A program has (\d+) keys, .*? owns (\d+) of", r"有 (\d+) 个键，它们留在片上，两个消费者各 负责 (\d+) 个"
+    english = r"A program has (\d+) keys, which stay, and each of two consumers owns (\d+) of"
+    chinese = r"有 (\d+) 个键，它们留在片上，两个消费者各 负责 (\d+) 个"
     assert said(english, chinese) == [keys, piece]
     assert said(r"grown by no more than (\d) bits", r"增长不超过 (\d) 比特") == [growth]
     # Of the papers' peaks: how many flops of products one other operation is worth.
     peak, other, worth = said(
         r"reach ([\d.]+) TFLOP/s, and all other fp32 arithmetic ([\d.]+), .*? as (\d+) of",
-        r"可达 ([\d.]+) TFLOP/s，其余的 fp32 算术只有 ([\d.]+)，.*? 前者的 (\d+) 个",
+        r"可达 ([\d.]+) TFLOP/s，其余的 fp32 算术只有 ([\d.]+)，所以后者的一个 flop 相当于前者的 (\d+) 个",
     )
     assert round(peak / other) == worth
     peak, exponentials, d, flops = said(
