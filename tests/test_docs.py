@@ -138,7 +138,7 @@ def test_passes_over_the_scores_in_the_text() -> None:
         for options in (False, True)
     )
     english = r"(\d+) times \((\d+) and (\d+)\), with a mask and dropout (\d+) times"
-    chinese = r"(\d+) 次 （(\d+) 次和 (\d+) 次），加上掩码和 dropout 则是 (\d+) 次"
+    chinese = r"(\d+) 次（(\d+) 次和 (\d+) 次），加上掩码和 dropout 则是 (\d+) 次"
     assert said(english, chinese) == [sum(plain), *plain, sum(masked)]
 
 
@@ -167,7 +167,7 @@ def test_ratios_in_the_text() -> None:
     total, travel = said(r"at least \$(\d+) / (\d+) \\times M / d\^2\$", r"至少是 \$(\d+) / (\d+) \\times M / d\^2\$")
     assert long["standard"].bytes / long["FlashAttention-1"].bytes >= total / travel * numbers.M / numbers.D**2
     ours, theirs = said(
-        r"does (\d) products where standard attention does (\d)", r"做 (\d) 个 乘积，标准注意力做 (\d) 个"
+        r"does (\d) products where standard attention does (\d)", r"做 (\d) 个乘积，标准注意力做 (\d) 个"
     )
     assert long["FlashAttention-1"].flops * theirs == long["standard"].flops * ours
     gpt2 = io_model.compare(numbers.sizes(1024, batch=64, heads=16), numbers.M, masked=True, dropout=True)
@@ -188,7 +188,7 @@ def test_hopper_in_the_text() -> None:
     growth = constant(f"{kernels}/steps.py", "GROWTH")
     assert said(r"each has (\d+) rows of the tile", r"每个负责查询块中的 (\d+) 行") == [piece]
     english = r"A program has (\d+) keys, which stay, and each of two consumers owns (\d+) of"
-    chinese = r"有 (\d+) 个键，它们留在片上，两个消费者各 负责 (\d+) 个"
+    chinese = r"有 (\d+) 个键，它们留在片上，两个消费者各负责 (\d+) 个"
     assert said(english, chinese) == [keys, piece]
     assert said(r"grown by no more than (\d) bits", r"增长不超过 (\d) 比特") == [growth]
     # Of the papers' peaks: how many flops of products one other operation is worth.
@@ -199,7 +199,7 @@ def test_hopper_in_the_text() -> None:
     assert round(peak / other) == worth
     peak, exponentials, d, flops = said(
         r"(\d+) TFLOP/s of 16-bit products and ([\d.]+) of exponentials; at \$d = (\d+)\$ a score takes (\d+) flops",
-        r"有 (\d+) TFLOP/s，指数运算只有 ([\d.]+)； \$d = (\d+)\$ 时每个分数需要 矩阵乘的 (\d+) 个",
+        r"有 (\d+) TFLOP/s，指数运算只有 ([\d.]+)； \$d = (\d+)\$ 时每个分数需要矩阵乘的 (\d+) 个",
     )
     assert flops == 4 * d
     assert 0.4 < peak / exponentials / flops < 0.6  # "half as long"
