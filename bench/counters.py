@@ -31,7 +31,7 @@ from . import counted, ncu
 from .counted import Cell
 from .gpu import slug
 from .ncu import Launch, NoCounters
-from .worker import reason
+from .worker import Failed, parallel, reason
 
 RESULTS = Path(__file__).parent / "results"
 MARK = "spin_kernel"  # torch.cuda._sleep's, which nobody else launches
@@ -73,6 +73,24 @@ class Count:
     error: str = ""
 
 
+# --- before it: what compiles ---------------------------------------------------------------------------------------
+
+
+def compile_all(names: list[str], processes: int, deadline: float) -> None:
+    """Ours, many at a time, into Triton's cache on disk: under ncu one process would compile one after the other."""
+    if processes and torch.cuda.is_available():
+        start = time.monotonic()
+        chosen = [name for name in names if not name.startswith("standard")]
+        for name, answer in parallel(compile_cell, chosen, processes, deadline):
+            if isinstance(answer, Failed):
+                print(f"{name}: {answer}", flush=True)
+        print(f"compiled: {time.monotonic() - start:.0f} s", flush=True)
+
+
+def compile_cell(name: str) -> None:
+    counted.prepare(next(cell for cell in counted.cells() if cell.name == name))()
+
+
 # --- the child: what runs under ncu --------------------------------------------------------------------------------
 
 
@@ -91,6 +109,8 @@ def child(names: list[str], manifest: Path, cache: str) -> None:
         for cell in counted.cells():
             if cell.name in names:
                 marked, error = run_cell(cell, cache)
+                if error:
+                    print(f"{cell.name}: {error}", flush=True)
                 print(json.dumps({"cell": cell.fields, "marked": marked, "error": error}), file=file, flush=True)
 
 
@@ -135,10 +155,10 @@ def split(launches: Iterable[Launch]) -> list[list[Launch]]:
     return parts
 
 
-def rows(manifest: Iterable[str], launches: list[Launch]) -> Iterator[Count]:
-    """Each cell's row, and those of its kernels."""
+def rows(manifest: Iterable[str], launches: list[Launch], l2: int | None = None) -> Iterator[Count]:
+    """Each cell's row, and those of its kernels. l2: bytes that the model is to take for the card's."""
     lines = iter(manifest)
-    facts = json.loads(next(lines))
+    facts = json.loads(next(lines, "{}"))
     parts = iter(split(launches))
     for line in lines:
         done = json.loads(line)
@@ -149,7 +169,7 @@ def rows(manifest: Iterable[str], launches: list[Launch]) -> Iterator[Count]:
             yield Count(**{**asdict(head), "error": done["error"] or "no kernel of it was counted"})
             continue
         kernels = counted.model(cell, facts["processors"], facts["arch"])
-        yield from cell_rows(head, part, kernels, Cache(facts["l2"], flushed=cache == "all"))
+        yield from cell_rows(head, part, kernels, Cache(l2 or facts["l2"], flushed=cache == "all"))
 
 
 def cell_rows(head: Count, part: list[Launch], kernels: list[Kernel], cache: Cache) -> Iterator[Count]:
@@ -274,7 +294,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="write this file instead")
     parser.add_argument("--keep", type=Path, help="leave what ncu wrote in this folder")
     parser.add_argument("--read", type=Path, help="count nothing: read such a folder")
-    parser.add_argument("--seconds", type=float, default=240.0, help="after which ncu is stopped")
+    parser.add_argument("--l2", type=float, help="MiB that the model takes for the L2, instead of what the driver says")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of everything, after which ncu is stopped")
+    parser.add_argument("--processes", type=int, default=12, help="that compile at a time; 0: no warm-up")
     parser.add_argument("--list", action="store_true", help="print the cells' names, no more")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--cells", default="[]", help=argparse.SUPPRESS)
@@ -290,12 +312,13 @@ def main(arguments: list[str] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             if not args.read:
-                count(chosen, folder.resolve(), args.cache, args.seconds)
+                compile_all(chosen, args.processes, start + args.seconds / 2)
+                count(chosen, folder.resolve(), args.cache, start + args.seconds - time.monotonic())
         except NoCounters as why:
             print(why)
             raise SystemExit(1) from None
         with open(folder / "ncu.csv", newline="") as log, open(folder / "manifest.jsonl") as manifest:
-            found = list(rows(manifest, ncu.parse(log)))
+            found = list(rows(manifest, ncu.parse(log), args.l2 and int(args.l2 * 2**20)))
     print(table(found, args.kernels))
     if found and (args.out or args.write):
         suffix = "" if found[0].cache == "all" else "_not_flushed"

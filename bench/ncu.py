@@ -80,7 +80,7 @@ def run(arguments: Sequence[str], log: Path, seconds: float) -> tuple[str, str]:
     except subprocess.TimeoutExpired as late:
         printed = f"it took longer than {seconds:.0f} s\n{_text(late.stdout)}{_text(late.stderr)}"
     text = log.read_text() if log.exists() else ""
-    if '"ID"' not in text:
+    if not parse(text.splitlines()):
         raise NoCounters(complaint(text + printed))
     return text, printed
 

@@ -165,6 +165,13 @@ def test_unflushed_the_last_bytes_are_counted_in_the_flush_behind() -> None:
     assert (cell.written, kernel.written, cell.launches) == (7e7, 6e7, 1)
 
 
+def test_the_models_cache_may_be_another() -> None:
+    launches = [MARKER, Launch("forward_kernel", 2e8, 5e7, 1e9, 1e-4)]
+    (smaller, _), (larger, _) = (list(rows(manifest(FORWARD), launches, l2)) for l2 in (1 << 20, 1 << 25))
+    assert (smaller.model_read or 0) > (larger.model_read or 0)
+    assert list(rows(manifest(FORWARD), launches, 50 << 20)) == list(rows(manifest(FORWARD), launches))
+
+
 def test_backends_are_set_against_standard_attention() -> None:
     found = []
     for backend, size in (("standard", 1e10), ("triton", 1e9)):
