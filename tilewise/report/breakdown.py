@@ -22,9 +22,9 @@ STEPS = ("matmul", "mask", "softmax", "dropout")
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Seconds of a causal forward. steps: of standard attention, both matmuls (and the scaling) in one; tilewise: the same function.
+    """Seconds of a causal forward. steps: of standard attention, both matmuls (and the scaling) in one.
 
-    plain: tilewise without dropout, which on a CPU is most of the work: a hash for each pair.
+    tilewise: the same function. plain: without dropout, which on a CPU is most of the work: a hash for each pair.
     """
 
     where: str
