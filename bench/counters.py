@@ -241,6 +241,44 @@ def table(found: list[Count], each: bool) -> str:
     return "\n".join([*lines, "", *against_standard(found)])
 
 
+def markdown(found: list[Count]) -> str:
+    """A line a cell, of both directions in all: GB that crossed between DRAM and L2, and the model's."""
+    lines = [
+        "| call | read, GB | written | model: read | written | measured / model | time, us |",
+        "|---|" + "---:|" * 6,
+    ]
+    for row in found:
+        if row.kernel == ALL and not row.error:
+            cell = Cell(**{field.name: getattr(row, field.name) for field in fields(Cell)})
+            sizes = " | ".join(map(_gb, (row.read, row.written, row.model_read, row.model_written)))
+            lines.append(f"| {cell.name} | {sizes} | {row.ratio:.3f} | {row.us:.0f} |")
+    return "\n".join(lines)
+
+
+def read(path: Path) -> list[Count]:
+    """What `write` wrote."""
+    kinds = {field.name: field.type for field in fields(Count)}
+
+    def value(name: str, text: str) -> object:
+        if kinds[name] == "float | None":
+            return float(text) if text else None
+        return {"int": int, "bool": lambda x: x == "True"}.get(str(kinds[name]), str)(text)
+
+    with open(path, newline="") as file:
+        return [Count(**{name: value(name, text) for name, text in line.items()}) for line in csv.DictReader(file)]
+
+
+def fill(page: str, found: list[Count]) -> str:
+    """The page with what stands between its marks made anew."""
+    begin, end = "<!-- counters -->\n", "<!-- /counters -->"
+    before, _, rest = page.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_end:
+        raise ValueError(f"the page must hold {begin.strip()} and {end}, each on a line")
+    fewer = "\n".join(f"- {line}" for line in against_standard(found))
+    return f"{before}{begin}{markdown(found)}\n\n{fewer}\n{end}{after}"
+
+
 def _gb(x: float | None) -> str:
     return "" if x is None else f"{x / 1e9:.3f}"
 
@@ -295,6 +333,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--keep", type=Path, help="leave what ncu wrote in this folder")
     parser.add_argument("--read", type=Path, help="count nothing: read such a folder")
     parser.add_argument("--l2", type=float, help="MiB that the model takes for the L2, instead of what the driver says")
+    parser.add_argument("--into", type=Path, help="a page whose table to fill in")
     parser.add_argument("--seconds", type=float, default=300.0, help="of everything, after which ncu is stopped")
     parser.add_argument("--processes", type=int, default=12, help="that compile at a time; 0: no warm-up")
     parser.add_argument("--list", action="store_true", help="print the cells' names, no more")
@@ -323,6 +362,8 @@ def main(arguments: list[str] | None = None) -> None:
     if found and (args.out or args.write):
         suffix = "" if found[0].cache == "all" else "_not_flushed"
         write(args.out or RESULTS / f"counters_{slug(found[0].device)}{suffix}.csv", found)
+    if args.into:
+        args.into.write_text(fill(args.into.read_text(), found))
     print(f"{time.monotonic() - start:.0f} s")
 
 

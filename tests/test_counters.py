@@ -202,3 +202,17 @@ def test_calls_compute_what_they_say(direction: str) -> None:
         result = counted.prepare(cell, "cpu")()
         results.append(result if isinstance(result, tuple) else (result,))
     torch.testing.assert_close(*results)
+
+
+def test_the_page_has_what_was_counted() -> None:
+    root = Path(__file__).parents[1]
+    page, found = (root / "docs/performance.md").read_text(), counters.read(counters.RESULTS / "counters_h200.csv")
+    assert counters.fill(page, found) == page
+    with pytest.raises(ValueError, match="must hold"):
+        counters.fill("no marks", found)
+
+
+def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
+    found = counters.read(counters.RESULTS / "counters_h200.csv")
+    counters.write(tmp_path / "again.csv", found)
+    assert (tmp_path / "again.csv").read_text() == (counters.RESULTS / "counters_h200.csv").read_text()

@@ -198,11 +198,19 @@ def standard(sizes: Sizes, blocks: Blocks, machine: Machine, options: Eager | No
 
 
 def standard_backward(sizes: Sizes, blocks: Blocks, machine: Machine, options: Eager | None = None) -> list[Kernel]:
-    """Backward, in autograd's order: dP, dV, dropout, softmax, mask, scale, dQ, dK."""
+    """Backward, in autograd's order: dV, dP, dropout, P * dP, softmax, mask, scale, dQ, dK.
+
+    Of a softmax's backward, P * (dP - rowsum(P * dP)), torch writes the product with a kernel of its own, which
+    `io_model` has fused.
+    """
     options = options or Eager()
     cost = io_model.standard_backward(sizes, blocks, masked=options.mask, dropout=options.dropout)
-    dV, dP, *rest = [_eager(step, sizes, blocks, machine) for step in cost.steps]
-    return [dP, dV, *rest]
+    kernels = [_eager(step, sizes, blocks, machine) for step in cost.steps]
+    matrix = sizes.batch * sizes.heads * sizes.q_len * sizes.k_len * sizes.element
+    at = next(n for n, kernel in enumerate(kernels) if kernel.name == "softmax_backward")
+    streams = {"P dP" if name == "dP" else name: stream for name, stream in kernels[at].streams.items()}
+    product = Kernel("P dP", {"P": _in(matrix), "dP": _in(matrix), "P dP": _out(matrix)})
+    return [*kernels[:at], product, Kernel("softmax_backward", streams), *kernels[at + 1 :]]
 
 
 def _eager(step: Step, sizes: Sizes, blocks: Blocks, machine: Machine) -> Kernel:
