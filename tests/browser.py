@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,8 @@ class Browser:
 
     def __exit__(self, *_: object) -> None:
         self._session = None
-        try:
+        with suppress(EOFError, BrokenPipeError):  # it may be quicker than its answer
             self.send("Browser.close")
-        except (EOFError, BrokenPipeError):
-            pass  # it was quicker
         self._process.wait(20)
         os.close(self._to)
         os.close(self._from)
@@ -108,8 +107,7 @@ class Browser:
         """Until the condition holds; the page's own clock is asked, a frame at a time."""
         self.run(
             f"new Promise((yes, no) => {{ const end = performance.now() + {1000 * seconds}; const look = () => "
-            f"({condition}) ? yes() : performance.now() > end ? no(new Error('waited in vain')) : setTimeout(look, 20); "
-            "look(); })"
+            f"({condition}) ? yes() : performance.now() > end ? no(new Error('in vain')) : setTimeout(look, 20); look(); }})"
         )
 
     def press(self, key: str, shift: bool = False) -> None:

@@ -22,7 +22,7 @@ from .algorithm.io_model import GPUS
 from .examples.char_gpt import Size, standard_attention
 from .mask import Band, causal, sliding_window
 from .report import check as checking
-from .report import cost, figures, measure, tables, training
+from .report import cost, figures, measure, page, tables, training, units
 from .report import doctor as diagnosis
 
 LARGEST_DIFFERENCE = 1e-3  # of the two loss curves, in nats per character: what the demo promises
@@ -107,11 +107,17 @@ def explain(
     batch: Annotated[int, typer.Option(min=1)] = 64,
     dtype: Annotated[str, typer.Option(help=", ".join(cost.ELEMENT_BYTES))] = "fp16",
     gpu: Annotated[str, typer.Option(help=f"Whose time to predict: {', '.join(GPUS)}.")] = "A100",
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page that plays recorded runs, of sizes of its own, and no tables.")
+    ] = None,
 ) -> None:
     """Bytes, flops, memory and time of standard attention and FlashAttention, and where the difference comes from.
 
     The defaults are the case of the FlashAttention paper: d = 64 and 100 KB of on-chip memory.
     """
+    if html is not None:
+        _write_page(html)
+        return
     if dtype not in cost.ELEMENT_BYTES:
         raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(cost.ELEMENT_BYTES)}", param_hint="--dtype")
     if gpu.upper() not in GPUS:
@@ -120,6 +126,19 @@ def explain(
     question = cost.Question(seqlen, head_dim, sram, band, heads, batch, dtype, dropout)
     for part in tables.explanation(question, GPUS[gpu.upper()]):
         console.print(part)
+
+
+def _write_page(out: Path) -> None:
+    """Record all that the page can show, half a minute of it, and write the page."""
+    scenarios = page.SCENARIOS
+    with Progress(
+        TextColumn("recording"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    ) as bar:
+        task = bar.add_task("", total=len(scenarios) + 1)
+        size = page.write(out, scenarios, progress=lambda _: bar.advance(task))
+        bar.advance(task)
+    console.print(f"{len(scenarios)} settings, bytes as io_model has them in each run")
+    console.print(f"page: {out} ({units.size(size)}); open it in a browser", soft_wrap=True)
 
 
 @app.command()

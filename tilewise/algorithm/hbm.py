@@ -49,7 +49,8 @@ class Event:
     """One thing that happened, as an observer is told.
 
     kind: "load", "store", "accumulate" (both), "fill" (an array's first filling), "keep" (a tile that lives on the chip
-        only), "show" (a tile that nobody counts, as it is now), or "kernel" (one begins: the chip is empty).
+        only), "show" (a tile that nobody counts, as it is now), or "kernel": one begins, or with the name "" ends, and
+        the chip is empty.
     name: the array's, or the kernel's. loaded, stored: bytes, over all batches and heads. held: the tile's bytes on the
         chip, of one (batch, head). x, rows: the array in HBM and its positions, if one is touched. tile: its contents,
         where they are known when the event is told: not in a load. They may change afterwards.
@@ -185,6 +186,7 @@ def kernel(name: str) -> Iterator[None]:
     with counting(traffic.observer) as part:
         yield
     traffic._include(name, part)
+    traffic._tell("kernel", "")
 
 
 def load(

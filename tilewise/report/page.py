@@ -17,6 +17,8 @@ from .captions import KERNELS, caption, subscripted
 from .recording import Film, chosen_rows, record
 from .scenarios import ALGORITHMS, DIRECTIONS, MASKS, SCENARIOS, Scenario
 
+START = Scenario("full", 512, 32, 32)  # what the page shows first
+
 
 def write(
     out: Path, scenarios: Iterable[Scenario] = SCENARIOS, progress: Callable[[Scenario], None] | None = None
@@ -47,17 +49,22 @@ def data(scenarios: Iterable[Scenario], progress: Callable[[Scenario], None] | N
                 }
     return {
         "version": __version__,
+        "start": _named(START if START in scenarios else scenarios[0]),
         "algorithms": ALGORITHMS,
         "directions": DIRECTIONS,
         "masks": [mask for mask in MASKS if any(scenario.mask == mask for scenario in scenarios)],
         "kernels": KERNELS,
-        "scenarios": [{"mask": s.mask, "N": s.N, "d": s.d, "kib": s.kib} for s in scenarios],
+        "scenarios": [_named(scenario) for scenario in scenarios],
         "visible": {f"{s.mask}/{s.N}": s.visible for s in scenarios},
         "rows": {s.N: chosen_rows(s.N) for s in scenarios},
         "streams": streams.items,
         "captions": captions.items,
         "films": films,
     }
+
+
+def _named(scenario: Scenario) -> dict[str, Any]:
+    return {"mask": scenario.mask, "N": scenario.N, "d": scenario.d, "kib": scenario.kib}
 
 
 def html(data: dict[str, Any]) -> str:

@@ -170,7 +170,8 @@ class _Run:
         rules = Scores(scale=scale, band=scenario.band, blocks=scenario.block_mask)
         if forward:
             return flash_attention_2(q, k, v, rules, blocks)
-        return flash_attention_2_backward(q, k, v, *prepared, do, rules, blocks)
+        o, lse = prepared
+        return flash_attention_2_backward(q, k, v, o, lse, do, rules, blocks)
 
     def outer_is_keys(self, kernel: str) -> bool:
         """Which side the outer loop walks, in the kernel of that name."""
@@ -181,8 +182,6 @@ class _Run:
 
 class _Camera:
     """The observer: joins events to steps, and knows at each of them where the loops are and what the chip holds."""
-
-    OPS = {"keep": "compute", "show": "compute"}
 
     def __init__(self, run: _Run) -> None:
         self.run, self.film = run, Film()
@@ -245,7 +244,7 @@ class _Camera:
             return
         events, place = [event for event, _ in self.waiting], self.waiting[0][1]
         kind = Kind(
-            self.OPS.get(events[0].kind, events[0].kind),
+            "compute" if events[0].kind in ("keep", "show") else events[0].kind,
             tuple(event.name for event in events),
             self.kernel,
             tuple(event.loaded for event in events),
@@ -299,7 +298,7 @@ class _Camera:
 
 
 def _span(rows: hbm.Rows) -> tuple[int, int]:
-    """First and past-the-end position of a run; a BlockMask's tile comes as a tuple of runs of 128, of which this has one."""
+    """First and past-the-end position of a run. A BlockMask's tiles come as tuples of runs of 128: here of one."""
     runs = rows if isinstance(rows, tuple) else (rows,)
     assert len(runs) == 1
     (run,) = runs
@@ -309,7 +308,7 @@ def _span(rows: hbm.Rows) -> tuple[int, int]:
 
 def _columns(x: Tensor) -> tuple[int, int]:
     """Which keys a view A[..., j] of a contiguous (1, 1, N, N) array has."""
-    start = x.storage_offset() % x.stride(2)
+    start = int(x.storage_offset() % x.stride(2))
     return start, start + x.shape[3]
 
 

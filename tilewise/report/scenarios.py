@@ -1,4 +1,4 @@
-"""What the page of `tilewise explain --html` can show: small problems, and for each algorithm the tiles that fit on chip.
+"""What the page of `tilewise explain --html` can show: small problems, and for each algorithm the tiles that fit.
 
 The page offers what is listed here and nothing else. Inputs are fp16, statistics and accumulators fp32, one head.
 """

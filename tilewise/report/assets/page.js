@@ -12,7 +12,7 @@ const STRIPS = { // where an array lies beside the grid; thin ones have one numb
 const THIN = new Set(["l", "m", "L", "delta"]);
 const MATRICES = new Set(["S", "P", "dP", "dS"]);
 
-const choice = { algorithm: "flash1", direction: "forward", ...DATA.scenarios[0] };
+const choice = { algorithm: "flash1", direction: "forward", ...DATA.start };
 let row = 1; // which of the chosen rows
 let at = 0; // steps done
 let playing = 0; // the animation frame, 0 when paused
@@ -110,7 +110,7 @@ const DATA_OF_KEYS = new Set(["K", "V", "dK", "dV"]);
 function draw() {
   const svg = $("grid");
   svg.replaceChildren();
-  const names = new Set(film.kinds.flatMap((kind) => kind.names));
+  const names = new Set(film.kinds.filter((kind) => kind.bytes).flatMap((kind) => kind.names));
   const forward = choice.direction === "forward";
   const lies = { left: [], right: [], top: [], bottom: [] };
   for (const [where, list] of Object.entries(STRIPS)) {
@@ -235,6 +235,7 @@ function showSentence() {
     sentence.replaceChildren(...rich(kind.caption[0]), element("span", { class: "size" }, `  ${where && kind.op !== "compute" ? `(${where}) ` : ""}· ${cost}`));
     $("reason").replaceChildren(...rich(kind.caption[1]));
   }
+  $("hidden-note").textContent = film.algorithm === "standard" ? "masked, but computed and moved all the same" : "masked: no tile, no bytes";
   const [rows, keys] = film.blocks;
   const kernels = [...new Set(film.kinds.map((one) => one.kernel))];
   const kernel = kind ? kind.kernel : "";
@@ -287,8 +288,8 @@ function showRow() {
   const last = current && current[2] === null; // O, divided by l; in a backward always
   let note = "Nothing of this row yet.";
   if (forward) {
-    line("m, the maximum", ...(last ? ["done"] : change(1)));
-    line("l, the sum", ...(last ? ["done"] : change(2)));
+    line("m, the maximum", ...(last ? [before ? number(before[1]) : "−∞"] : change(1)));
+    line("l, the sum", ...(last ? [before ? number(before[2]) : "0"] : change(2)));
     line("what was there × ", last ? "1 / l" : current ? number(current[3]) : "…");
     if (last) note = "The row is done: O was divided by l, once, and stored.";
     else if (current && current[1] === null) note = "All keys of this tile are masked for this row.";
@@ -326,7 +327,8 @@ function showBytes() {
   const totals = Object.fromEntries(Object.values(films).map((one) => [one.algorithm, arraysOf(one, together(one))]));
   const matrices = sum([...MATRICES].map((name) => totals.standard[name] || 0));
   $("verdict").textContent = at === film.count
-    ? `Standard attention moved ${times(films.flash1)}× the bytes of FlashAttention-1 and ${times(films.flash2)}× those of FlashAttention-2: ${size(matrices)} of its ${size(films.standard.model)} are N × N matrices.` : "";
+    ? `Standard attention moved ${times(films.flash1)}× the bytes of FlashAttention-1 and ${times(films.flash2)}× those of FlashAttention-2: ${size(matrices)} of its ${size(films.standard.model)} are N × N matrices.`
+    : "Bold are the N × N matrices. In FlashAttention no such array exists in HBM.";
   const names = [...new Set(Object.values(films).flatMap((one) => one.kinds.flatMap((kind) => kind.names)))]
     .filter((name) => Object.values(films).some((one) => one.kinds.some((kind) => kind.bytes && kind.names.includes(name))));
   names.sort((a, b) => ORDER.indexOf(a) - ORDER.indexOf(b));
