@@ -107,7 +107,8 @@ class Browser:
         """Until the condition holds; the page's own clock is asked, a frame at a time."""
         self.run(
             f"new Promise((yes, no) => {{ const end = performance.now() + {1000 * seconds}; const look = () => "
-            f"({condition}) ? yes() : performance.now() > end ? no(new Error('in vain')) : setTimeout(look, 20); look(); }})"
+            f"({condition}) ? yes() : performance.now() > end ? no(new Error('in vain')) : setTimeout(look, 20); "
+            "look(); })"
         )
 
     def press(self, key: str, shift: bool = False) -> None:

@@ -134,10 +134,9 @@ def _write_page(out: Path) -> None:
     with Progress(
         TextColumn("recording"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     ) as bar:
-        task = bar.add_task("", total=len(scenarios) + 1)
+        task = bar.add_task("", total=len(scenarios))
         size = page.write(out, scenarios, progress=lambda _: bar.advance(task))
-        bar.advance(task)
-    console.print(f"{len(scenarios)} settings, bytes as io_model has them in each run")
+    console.print(f"{len(scenarios)} settings, and in each run the bytes that io_model has in closed form")
     console.print(f"page: {out} ({units.size(size)}); open it in a browser", soft_wrap=True)
 
 

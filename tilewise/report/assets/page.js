@@ -197,22 +197,19 @@ function showGrid() {
   const inside = kind && q0 >= 0 && k0 >= 0;
   const matrix = kind && kind.names.some((name) => MATRICES.has(name)) && kind.op !== "compute";
   now.setAttribute("visibility", inside ? "visible" : "hidden");
-  if (inside) {
-    now.setAttribute("class", `now ${matrix ? kind.op : ""}`);
-    for (const [name, value] of [["x", k0], ["y", q0], ["width", k1 - k0], ["height", q1 - q0]]) now.setAttribute(name, value * scale);
-  }
+  now.setAttribute("class", `now ${matrix ? kind.op : ""}`);
+  const box = inside ? [k0, q0, k1 - k0, q1 - q0] : [0, 0, 0, 0];
+  ["x", "y", "width", "height"].forEach((name, n) => now.setAttribute(name, box[n] * scale));
   for (const [name, strip] of Object.entries(strips)) {
     const hot = kind && kind.names.includes(name) && kind.op !== "compute";
     const [from, to] = DATA_OF_KEYS.has(name) ? [k0, k1] : [q0, q1];
     const whole = hot && kind.op === "fill";
     strip.label.classList.toggle("hot", Boolean(hot));
     strip.mark.setAttribute("class", `mark ${hot ? kind.op : ""}`);
-    strip.mark.setAttribute("visibility", whole || from >= 0 ? "visible" : "hidden");
-    if (whole || from >= 0) {
-      const [a, b] = whole ? [0, choice.N] : [from, to];
-      strip.mark.setAttribute(strip.across ? "x" : "y", (strip.across ? strip.x : strip.y) + a * scale);
-      strip.mark.setAttribute(strip.across ? "width" : "height", (b - a) * scale);
-    }
+    const [a, b] = whole ? [0, choice.N] : from < 0 ? [0, 0] : [from, to];
+    strip.mark.setAttribute("visibility", b > a ? "visible" : "hidden");
+    strip.mark.setAttribute(strip.across ? "x" : "y", (strip.across ? strip.x : strip.y) + a * scale);
+    strip.mark.setAttribute(strip.across ? "width" : "height", (b - a) * scale);
   }
   const y = (DATA.rows[choice.N][row] + 0.5) * scale;
   line.setAttribute("y1", y);
