@@ -278,11 +278,12 @@ function showRow() {
   const seen = states.filter(([step]) => step < at);
   const current = seen.at(-1), before = seen.at(-2);
   $("row-note").textContent = `query ${chosen}; ${seen.length} of ${states.length} updates`;
-  const limit = Math.max(...states.flatMap(([, , , , values]) => values.map(Math.abs)), 1e-9);
+  const divided = Boolean(current) && current[2] === null; // values of one scale share one axis
+  const limit = Math.max(...states.filter((one) => (one[2] === null) === divided).flatMap((one) => one[4].map(Math.abs)), 1e-9);
   const list = element("dl", { class: "state" });
   const line = (name, ...text) => list.append(element("dt", {}, name), element("dd", {}, ...text));
   const change = (n) => (current ? [element("span", { class: "old" }, before ? `${number(before[n])} → ` : `${n === 2 ? "0" : "−∞"} → `), number(current[n])] : ["…"]);
-  const last = current && current[2] === null; // O, divided by l; in a backward always
+  const last = divided; // O, divided by l; in a backward always
   let note = "Nothing of this row yet.";
   if (forward) {
     line("m, the maximum", ...(last ? [before ? number(before[1]) : "−∞"] : change(1)));
