@@ -204,7 +204,7 @@ function showGrid() {
     const hot = kind && kind.names.includes(name) && kind.op !== "compute";
     const [from, to] = DATA_OF_KEYS.has(name) ? [k0, k1] : [q0, q1];
     const whole = hot && kind.op === "fill";
-    strip.label.classList.toggle("hot", Boolean(hot));
+    strip.label.setAttribute("class", hot ? "hot" : "");
     strip.mark.setAttribute("class", `mark ${hot ? kind.op : ""}`);
     const [a, b] = whole ? [0, choice.N] : from < 0 ? [0, 0] : [from, to];
     strip.mark.setAttribute("visibility", b > a ? "visible" : "hidden");
