@@ -11,6 +11,7 @@ const STRIPS = { // where an array lies beside the grid; thin ones have one numb
 };
 const THIN = new Set(["l", "m", "L", "delta"]);
 const MATRICES = new Set(["S", "P", "dP", "dS"]);
+const OF_KEYS = new Set(["K", "V", "dK", "dV"]); // one row a key; the others have one a query
 
 const choice = { algorithm: "flash1", direction: "forward", ...DATA.start };
 let row = 1; // which of the chosen rows
@@ -99,11 +100,10 @@ function shape(parent, tag, attributes) {
 function range(place, name) {
   const [q0, q1, k0, k1] = place;
   if (MATRICES.has(name)) return "";
-  const keys = DATA_OF_KEYS.has(name);
+  const keys = OF_KEYS.has(name);
   const [from, to] = keys ? [k0, k1] : [q0, q1];
   return from < 0 ? "" : `${keys ? "keys" : "queries"} ${from}–${to - 1}`;
 }
-const DATA_OF_KEYS = new Set(["K", "V", "dK", "dV"]);
 
 // --- the grid ---
 
@@ -202,7 +202,7 @@ function showGrid() {
   ["x", "y", "width", "height"].forEach((name, n) => now.setAttribute(name, box[n] * scale));
   for (const [name, strip] of Object.entries(strips)) {
     const hot = kind && kind.names.includes(name) && kind.op !== "compute";
-    const [from, to] = DATA_OF_KEYS.has(name) ? [k0, k1] : [q0, q1];
+    const [from, to] = OF_KEYS.has(name) ? [k0, k1] : [q0, q1];
     const whole = hot && kind.op === "fill";
     strip.label.setAttribute("class", hot ? "hot" : "");
     strip.mark.setAttribute("class", `mark ${hot ? kind.op : ""}`);
