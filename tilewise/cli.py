@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .algorithm.io_model import GPU, GPUS
 from .examples.char_gpt import Size, standard_attention
 from .mask import Band, causal, sliding_window
-from .report import breakdown, cost, figures, hierarchy, io_figures, measure, tables, training
+from .report import breakdown, cost, figures, hierarchy, io_figures, measure, page, tables, training, units
 from .report import check as checking
 from .report import doctor as diagnosis
 
@@ -108,11 +108,17 @@ def explain(
     dtype: Annotated[str, typer.Option(help=", ".join(cost.ELEMENT_BYTES))] = "fp16",
     gpu: Annotated[str, typer.Option(help=f"Whose time to predict: {', '.join(GPUS)}, or here.")] = "A100",
     pictures: Annotated[Path | None, typer.Option("--figures", help="Draw it, too: PNGs in this folder.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page that plays recorded runs, of sizes of its own, and no tables.")
+    ] = None,
 ) -> None:
     """Bytes, flops, memory and time of standard attention and FlashAttention, and where the difference comes from.
 
     The defaults are the case of the FlashAttention paper: d = 64 and 100 KB of on-chip memory.
     """
+    if html is not None:
+        _write_page(html)
+        return
     if dtype not in cost.ELEMENT_BYTES:
         raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(cost.ELEMENT_BYTES)}", param_hint="--dtype")
     if pictures is not None and dtype == "fp32":
@@ -149,6 +155,18 @@ def _draw(folder: Path, question: cost.Question, card: GPU) -> None:
         measured = breakdown.measure()
     for path in io_figures.write(folder, question, card, machines, measured):
         console.print(f"picture: {path}")
+
+
+def _write_page(out: Path) -> None:
+    """Record all that the page can show, half a minute of it, and write the page."""
+    scenarios = page.SCENARIOS
+    with Progress(
+        TextColumn("recording"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    ) as bar:
+        task = bar.add_task("", total=len(scenarios))
+        size = page.write(out, scenarios, progress=lambda _: bar.advance(task))
+    console.print(f"{len(scenarios)} settings, and in each run the bytes that io_model has in closed form")
+    console.print(f"page: {out} ({units.size(size)}); open it in a browser", soft_wrap=True)
 
 
 @app.command()
