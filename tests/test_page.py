@@ -121,6 +121,7 @@ def model(run: dict[str, Any], mask: str, N: int, d: int, algorithm: str, direct
     return getattr(io_model, name)(sizes, blocks, band=band, live=live)
 
 
+@pytest.mark.slow
 def test_every_film_has_the_bytes_of_the_model(tmp_path: Path) -> None:
     """All that the page offers, added up from the file as its script adds it up; and the file stays small."""
     out = tmp_path / "out.html"
