@@ -43,16 +43,10 @@ def cases(setting: Setting) -> list[Case]:
 # --- what a worker is asked ----------------------------------------------------------------------------------------
 
 
-def prepare() -> dict[str, Any]:
-    """Imports, the GPU's context, an optimizer's first step: seconds, while others compile."""
-    import importlib.util
-
-    facts = timing.facts()
-    timing.overwritten()
-    if importlib.util.find_spec("transformers"):
-        training.Step(training.GPT2_SMALL.tiny(), 1, 64, "cuda").run(training.SDPA)
-        training.Step(training.BERT_LARGE.tiny(), 1, 64, "cuda").run(training.SDPA)
-    return facts
+def rehearse() -> None:
+    """Imports transformers, and takes an optimizer's first steps: seconds, while others compile."""
+    for model in (training.GPT2_SMALL, training.BERT_LARGE):
+        training.Step(model.tiny(), 1, 64, "cuda").run(training.SDPA)
 
 
 def measure_named(name: str) -> list[Row]:
@@ -78,11 +72,12 @@ def run(chosen: list[Case], processes: int, start: float, seconds: float) -> Ite
     worker = Worker()
     with ThreadPoolExecutor(1) as beside:
         compiled = beside.submit(compile_all, chosen, processes, start + seconds / 2) if processes else None
+        facts: dict[str, Any] = {}
         try:
-            facts = worker.ask(prepare, seconds=CASE_SECONDS)
+            facts = worker.ask(timing.facts, seconds=CASE_SECONDS)
+            worker.ask(rehearse, seconds=CASE_SECONDS)
         except Failed as failed:
-            print(f"no GPU to measure on: {failed}")
-            facts = {}
+            print(f"{'a rehearsal' if facts else 'no GPU to measure on'}: {failed}", flush=True)
         if compiled:
             compiled.result()
     for case in chosen:

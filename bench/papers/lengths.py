@@ -1,4 +1,4 @@
-"""Figures 2 (right) and 3 of FlashAttention: time against the share of live tiles; time and memory against the length."""
+"""Figures 2 (right) and 3 of FlashAttention: time against the share of live tiles; time and memory against N."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .case import DIRECTION, Case, Kernel, Setting, mask_of
 BATCH, HEADS, D = 16, 8, 64  # the paper's (appendix E.6)
 DTYPE = "bf16"
 LENGTHS = tuple(2**n for n in range(7, 17))  # 128 ... 64k
-LONG = 16384  # beyond it others are not timed: a call of the PyTorch's FlashAttention-2 takes seconds
+LONG = 16384  # beyond it others are not timed: a call of PyTorch's FlashAttention-2 takes seconds
 SPARSITY_SEQ = 4096
 LIVE = (2, 4, 8, 16, 24)  # tiles of the 32 in a row
 FULL = "ours, full"

@@ -131,8 +131,8 @@ def _gpt2(model: Model, seq: int) -> torch.nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=model.layers, n_head=model.heads, n_embd=model.width, n_positions=max(seq, 1024), vocab_size=model.vocab,
-        attn_pdrop=model.dropout, embd_pdrop=model.dropout, resid_pdrop=model.dropout,
+        n_layer=model.layers, n_head=model.heads, n_embd=model.width, n_positions=max(seq, 1024),
+        vocab_size=model.vocab,        attn_pdrop=model.dropout, embd_pdrop=model.dropout, resid_pdrop=model.dropout,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return GPT2LMHeadModel(config)
