@@ -116,11 +116,17 @@ def main() -> None:
         for found in run(chosen, args.processes, start, args.seconds - 2):
             rows += found
             csv = (args.out or RESULTS) / f"papers_{slug(found[0].device) or 'gpu'}.csv"
-            write(csv, merge(read(csv), found))  # after every case: a run that is cut short leaves what it has
+            write(csv, joined(read(csv), found))  # after every case: a run that is cut short leaves what it has
         print(summary(rows))
     if csv is not None:
         draw(csv, args.out)
     print(f"{time.monotonic() - start:.0f} s")
+
+
+def joined(old: list[Row], new: list[Row]) -> list[Row]:
+    """What was measured stays where the new row only says that there was no time to."""
+    measured = {row.key for row in old if row.ours is not None}
+    return merge(old, [row for row in new if not (row.error.startswith("skipped") and row.key in measured)])
 
 
 def draw(csv: Path, out: Path | None) -> None:

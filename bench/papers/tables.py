@@ -113,9 +113,8 @@ def steps(rows: list[Row]) -> str:
     found: dict[tuple[str, str, int | None], dict[tuple[str, str], Row]] = {}
     for row in rows:
         if row.direction == STEP:
-            name, _, what = row.subject.partition(" rate") if row.subject.endswith(" rate") else (row.subject, "", "")
-            name = name.removesuffix(" memory")
-            what = row.subject.removeprefix(name).strip()
+            what = next((kind for kind in ("rate", "memory") if row.subject.endswith(kind)), "")
+            name = row.subject.removesuffix(what).strip()
             found.setdefault((name, row.mask, row.seq), {})[what, row.peer] = row
     body = []
     for (name, mask, seq), cells in found.items():
