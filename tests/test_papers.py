@@ -15,8 +15,8 @@ from torch import Tensor
 from bench import timing
 from bench.gpu_cases import CUDNN, FA2, Built, Cell, Peer
 from bench.papers import attention, figures, lengths, registered, tables, training
-from bench.papers.__main__ import PAGE, cases, joined
 from bench.papers.case import NO_ROOM, Case, Kernel, Setting, compile_kernel, failures, measure
+from bench.papers.run import PAGE, cases, joined
 from bench.rows import Row
 from bench.tables import BLOCK, fill
 from tilewise import BlockMask
