@@ -4,6 +4,7 @@ pages and pictures from rows. No time is looked at."""
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from bench import timing
 from bench.gpu_cases import CUDNN, FA2, Built, Cell, Peer
 from bench.papers import attention, figures, lengths, registered, tables, training
 from bench.papers.case import NO_ROOM, Case, Kernel, Setting, compile_kernel, failures, measure
-from bench.papers.run import PAGE, cases, joined
+from bench.papers.run import PAGE, cases, joined, run
 from bench.rows import Row
 from bench.tables import BLOCK, fill
 from tilewise import BlockMask
@@ -61,7 +62,7 @@ def test_cases_have_names_and_goals_of_their_own() -> None:
 
 def test_the_warm_up_runs_what_the_cases_run() -> None:
     for kernel in (Kernel("bf16", 128, "butterfly"), Kernel("fp16", 64, "causal", 0.1)):
-        compile_kernel(kernel, "cpu")
+        compile_kernel(TINY, kernel)
 
 
 @pytest.mark.parametrize("name", [case.name for case in cases(TINY) if not case.tokens])
@@ -108,6 +109,16 @@ def test_what_does_not_fit_is_no_goal_missed(one_round: None) -> None:
     assert large.error.startswith(NO_ROOM)
     assert (broken.reached, broken.error) == ("no", "ValueError: no such kernel")
     assert [row.error for row in failures(case, "hung")] == ["hung", "hung"]
+
+
+def test_a_run_measures_in_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = [case for case in cases(TINY) if case.cell.row.subject == "sparsity"]
+    start = time.monotonic()
+    (rows,) = run(chosen, TINY, 1, start, 300.0)
+    assert [(row.peer, row.error, row.device) for row in rows] == [(lengths.FULL, "", "CPU")]
+    (skipped,) = run(chosen, TINY, 0, start - 300.0, 300.0)
+    assert [row.error for row in skipped] == ["skipped: out of time"]
+    assert "sparsity" in capsys.readouterr().out
 
 
 def test_no_time_left_takes_no_row_away() -> None:

@@ -62,8 +62,9 @@ def mask_of(name: str, seq: int, device: str) -> Band | BlockMask | None:
     ]()
 
 
-def compile_kernel(kernel: Kernel, device: str = "cuda", backend: str | None = None) -> None:
+def compile_kernel(setting: Setting, kernel: Kernel) -> None:
     """Run it once, forward and backward, so that its kernels lie in the cache on disk."""
+    device, backend = setting.device, setting.backend
     q, k, v = (
         torch.randn(1, 1, kernel.seq, kernel.d, device=device, dtype=DTYPES[kernel.dtype], requires_grad=True)
         for _ in range(3)

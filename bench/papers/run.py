@@ -8,6 +8,7 @@ or finds no time left is rows with that error. After each case its rows are prin
 from __future__ import annotations
 
 import argparse
+import functools
 import shutil
 import time
 from collections.abc import Iterator
@@ -16,12 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .. import timing
 from ..gpu import RESULTS, line, slug, summary
 from ..rows import Row, merge, read, write
 from ..worker import Failed, Worker, parallel
 from . import attention, figures, lengths, training
-from .case import Case, Kernel, Setting, compile_kernel, failures, measure
+from .case import Case, Here, Kernel, Setting, compile_kernel, failures, measure
 
 ROOT = Path(__file__).parents[2]
 PAGE, PICTURES = ROOT / "docs" / "reproduction.md", ROOT / "docs" / "img"
@@ -43,39 +43,42 @@ def cases(setting: Setting) -> list[Case]:
 # --- what a worker is asked ----------------------------------------------------------------------------------------
 
 
-def rehearse() -> None:
+def card(setting: Setting) -> dict[str, Any]:
+    return Here(setting.device).facts()
+
+
+def rehearse(setting: Setting) -> None:
     """Imports transformers, and takes an optimizer's first steps: seconds, while others compile."""
     for model in (training.GPT2_SMALL, training.BERT_LARGE):
-        training.Step(model.tiny(), 1, 64, "cuda").run(training.SDPA)
+        training.Step(model.tiny(), 1, 64, setting.device).run(training.SDPA)
 
 
-def measure_named(name: str) -> list[Row]:
-    setting = Setting()
+def measure_named(setting: Setting, name: str) -> list[Row]:
     return measure(next(case for case in cases(setting) if case.name == name), setting)
 
 
 # --- the run -------------------------------------------------------------------------------------------------------
 
 
-def compile_all(chosen: list[Case], processes: int, deadline: float) -> None:
+def compile_all(chosen: list[Case], setting: Setting, processes: int, deadline: float) -> None:
     """Each kernel once; with dropout first, which takes longest."""
     start = time.monotonic()
     kernels: list[Kernel] = sorted({k: None for case in chosen for k in case.kernels}, key=lambda k: -k.dropout)
-    for kernel, answer in parallel(compile_kernel, kernels, processes, deadline):
+    for kernel, answer in parallel(functools.partial(compile_kernel, setting), kernels, processes, deadline):
         if isinstance(answer, Failed):
             print(f"warm-up of {kernel}: {answer}", flush=True)
     print(f"warm-up of {len(kernels)} kernels: {time.monotonic() - start:.0f} s", flush=True)
 
 
-def run(chosen: list[Case], processes: int, start: float, seconds: float) -> Iterator[list[Row]]:
+def run(chosen: list[Case], setting: Setting, processes: int, start: float, seconds: float) -> Iterator[list[Row]]:
     """Each case's rows, its failure's too."""
     worker = Worker()
     with ThreadPoolExecutor(1) as beside:
-        compiled = beside.submit(compile_all, chosen, processes, start + seconds / 2) if processes else None
+        compiled = beside.submit(compile_all, chosen, setting, processes, start + seconds / 2) if processes else None
         facts: dict[str, Any] = {}
         try:
-            facts = worker.ask(timing.facts, seconds=CASE_SECONDS)
-            worker.ask(rehearse, seconds=CASE_SECONDS)
+            facts = worker.ask(card, setting, seconds=CASE_SECONDS)
+            worker.ask(rehearse, setting, seconds=CASE_SECONDS)
         except Failed as failed:
             print(f"{'a rehearsal' if facts else 'no GPU to measure on'}: {failed}", flush=True)
         if compiled:
@@ -86,7 +89,7 @@ def run(chosen: list[Case], processes: int, start: float, seconds: float) -> Ite
         try:
             if left <= 0 or not facts:
                 raise Failed("skipped: out of time" if facts else "skipped: no GPU")
-            rows = worker.ask(measure_named, case.name, seconds=min(CASE_SECONDS, left))
+            rows = worker.ask(measure_named, setting, case.name, seconds=min(CASE_SECONDS, left))
         except Failed as failed:
             rows = [replace(row, **facts).judged() for row in failures(case, str(failed))]
         for row in rows:
@@ -103,17 +106,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="of everything; what is left is reported as such")
     parser.add_argument("--processes", type=int, default=12, help="that compile at a time; 0: no warm-up")
     parser.add_argument("--list", action="store_true", help="print the cases' names, no more")
+    parser.add_argument("--tiny", action="store_true", help="on the CPU, in the tests' sizes; give --out")
     parser.add_argument("--draw", type=Path, help="measure nothing: pictures and tables from this CSV's rows")
     args = parser.parse_args()
     start = time.monotonic()
-    chosen = [case for case in cases(Setting()) if any(part in case.name for part in args.only.split(","))]
+    setting = Setting("cpu", tiny=True) if args.tiny else Setting()
+    chosen = [case for case in cases(setting) if any(part in case.name for part in args.only.split(","))]
     if args.list:
         print("\n".join(case.name for case in chosen))
         return
     csv: Path | None = args.draw
     if csv is None:
         rows: list[Row] = []
-        for found in run(chosen, args.processes, start, args.seconds - 2):
+        for found in run(chosen, setting, args.processes, start, args.seconds - 2):
             rows += found
             csv = (args.out or RESULTS) / f"papers_{slug(found[0].device) or 'gpu'}.csv"
             write(csv, joined(read(csv), found))  # after every case: a run that is cut short leaves what it has

@@ -78,10 +78,10 @@ def case(
         mask = "causal"
     d = model.width // model.heads
     named = f"{mask}, dropout {model.dropout}" if model.dropout else mask
-    kernel = Kernel("bf16", seq, mask, model.dropout, d)
     row = Row(model.name, STEP, "bf16", d, named, seq)
     if setting.tiny:
         model, batch, seq = model.tiny(), 2, 128
+    kernel = Kernel("bf16", seq, mask, model.dropout, model.width // model.heads)
     names = {"ours": BUTTERFLY if mask == "butterfly" else EXACT, **{peer.name: peer.name for peer in peers}}
 
     def build() -> Built:
