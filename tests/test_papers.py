@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_no_goal_missed(one_round: None) -> None:
 
 
 def test_a_run_measures_in_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
-    chosen = [case for case in cases(TINY) if case.cell.row.subject == "sparsity"]
+    chosen = [case for case in cases(TINY) if case.cell.row.subject == "sparsity"][:1]
     start = time.monotonic()
     (rows,) = run(chosen, TINY, 1, start, 300.0)
     assert [(row.peer, row.error, row.device) for row in rows] == [(lengths.FULL, "", "CPU")]
