@@ -9,7 +9,7 @@ OLDEST := $(VENV)/oldest
 # Beside 3.7, which VENV has.
 TRITONS := 3.6 3.8 3.9
 
-.PHONY: demo test test-oldest test-tritons $(TRITONS:%=test-triton-%) lint slow bench clean
+.PHONY: demo test test-oldest test-tritons $(TRITONS:%=test-triton-%) lint slow bench docs clean
 
 demo: $(INSTALLED)
 	@$(BIN)/tilewise demo
@@ -29,7 +29,8 @@ test-oldest: $(OLDEST)/.installed
 	and not test_sampled \
 	and not (test_triton.py and not (test_cases[0] or steps or without_triton))"
 
-OTHER_THINGS = test_bench or test_papers or test_cli or test_close or test_covering or test_io_model or test_mask or test_triton_config or test_hopper or stamp
+OTHER_THINGS = test_bench or test_papers or test_cli or test_close or test_covering or test_docs or test_io_model or test_mask or \
+	test_page.py or test_triton_config or test_hopper or stamp
 
 # What compiles kernels, on each of TRITONS that pip serves, in place of VENV's. `make test-triton-3.8`: on one.
 test-tritons: $(INSTALLED)
@@ -53,6 +54,11 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	@$(BIN)/tilewise bench
 
+# What the pages include is renewed first; then the site, in build/site.
+docs: $(INSTALLED)
+	@$(BIN)/python -m docs.include
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 clean:
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
@@ -60,7 +66,7 @@ $(INSTALLED): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install $(TORCH)
 	$(BIN)/python -c "import triton" 2>/dev/null || $(TRITON)
-	$(BIN)/python -m pip install --editable ".[cli,test,dev]"
+	$(BIN)/python -m pip install --editable ".[cli,test,dev,docs]"
 	@touch $@
 
 # With an NVIDIA GPU the newest torch, which brings CUDA and its own Triton; without one this release, which CI tests.

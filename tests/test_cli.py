@@ -22,7 +22,7 @@ from tilewise.algorithm import io_model, tiled, tiling
 from tilewise.examples import char_gpt
 from tilewise.mask import causal, sliding_window
 from tilewise.problem import Grads
-from tilewise.report import check, cost, measure
+from tilewise.report import check, cost, measure, page
 from tilewise.report.units import duration, size
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -193,6 +193,17 @@ def test_explain_names_what_is_allowed(option: str, value: str, allowed: str) ->
     assert result.exit_code == 2
     assert value in result.output
     assert allowed in result.output
+
+
+def test_explain_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "SCENARIOS", page.SCENARIOS[:1])
+    out = tmp_path / "out.html"
+    result = run("explain", "--html", str(out))
+    assert result.exit_code == 0, result.output
+    assert f"page: {out} ({size(out.stat().st_size)})" in result.output.replace("\n", "")
+    assert "1 settings" in result.output
+    assert "block sizes" not in result.output  # no tables beside it
+    assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
 # --- check ---------------------------------------------------------------------------------------------------------

@@ -262,3 +262,25 @@ def test_kernels_are_counted_apart_and_share_no_on_chip_memory() -> None:
     assert traffic.on_chip == {"O": 8}
     assert traffic.kernels["second"].peak_on_chip == 16
     assert traffic.peak_on_chip == 24  # not 24 + 16 + 8
+
+
+def test_an_observer_is_told_what_is_counted() -> None:
+    """Every byte, in order, in kernels too; and which kernel begins, and that it ends."""
+    told: list[hbm.Event] = []
+    x = _array(1, 2, 6, 3)
+    with hbm.counting(told.append) as traffic:
+        o = hbm.zeros((1, 2, 6, 3), "O", dtype=torch.float32)
+        with hbm.kernel("inner"):
+            tile = hbm.keep("S", hbm.load(x, "K", slice(2, 4)))
+            hbm.show("m", tile)
+            hbm.store(o, "O", slice(0, 2), tile)
+        hbm.accumulate(o, "O", slice(0, 2), tile)
+    assert [(event.kind, event.name) for event in told] == [
+        ("fill", "O"), ("kernel", "inner"), ("load", "K"), ("keep", "S"), ("show", "m"), ("store", "O"), ("kernel", ""),
+        ("accumulate", "O"),
+    ]  # fmt: skip
+    assert sum(event.loaded for event in told) == sum(traffic.loaded.values())
+    assert sum(event.stored for event in told) == sum(traffic.stored.values())
+    assert [event.held for event in told] == [0, 0, 24, 24, 0, 0, 0, 24]  # of one head
+    assert told[2].rows == slice(2, 4)
+    assert told[5].tile is tile

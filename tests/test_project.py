@@ -175,7 +175,7 @@ def modules() -> list[str]:
 
 @pytest.mark.parametrize("module", modules())
 def test_docstring_examples_run(module: str) -> None:
-    if module in ("tilewise.cli", "tilewise.report.tables", "tilewise.report.figures"):
+    if module in ("tilewise.cli", "tilewise.report.tables", "tilewise.report.figures", "tilewise.report.io_figures"):
         for extra in ("typer", "rich", "matplotlib"):
             pytest.importorskip(extra)
     torch.manual_seed(0)

@@ -18,11 +18,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .algorithm.io_model import GPUS
+from .algorithm.io_model import GPU, GPUS
 from .examples.char_gpt import Size, standard_attention
 from .mask import Band, causal, sliding_window
+from .report import breakdown, cost, figures, hierarchy, io_figures, measure, page, tables, training, units
 from .report import check as checking
-from .report import cost, figures, measure, tables, training
 from .report import doctor as diagnosis
 
 LARGEST_DIFFERENCE = 1e-3  # of the two loss curves, in nats per character: what the demo promises
@@ -106,20 +106,67 @@ def explain(
     heads: Annotated[int, typer.Option(min=1)] = 16,
     batch: Annotated[int, typer.Option(min=1)] = 64,
     dtype: Annotated[str, typer.Option(help=", ".join(cost.ELEMENT_BYTES))] = "fp16",
-    gpu: Annotated[str, typer.Option(help=f"Whose time to predict: {', '.join(GPUS)}.")] = "A100",
+    gpu: Annotated[str, typer.Option(help=f"Whose time to predict: {', '.join(GPUS)}, or here.")] = "A100",
+    pictures: Annotated[Path | None, typer.Option("--figures", help="Draw it, too: PNGs in this folder.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page that plays recorded runs, of sizes of its own, and no tables.")
+    ] = None,
 ) -> None:
     """Bytes, flops, memory and time of standard attention and FlashAttention, and where the difference comes from.
 
     The defaults are the case of the FlashAttention paper: d = 64 and 100 KB of on-chip memory.
     """
+    if html is not None:
+        _write_page(html)
+        return
     if dtype not in cost.ELEMENT_BYTES:
         raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(cost.ELEMENT_BYTES)}", param_hint="--dtype")
-    if gpu.upper() not in GPUS:
-        raise typer.BadParameter(f"{gpu!r} is not one of {', '.join(GPUS)}", param_hint="--gpu")
+    if pictures is not None and dtype == "fp32":
+        raise typer.BadParameter("they show time, and no time is known of fp32", param_hint="--figures")
+    card = _card(gpu)
     band = sliding_window(window) if window is not None else causal if is_causal else Band()
     question = cost.Question(seqlen, head_dim, sram, band, heads, batch, dtype, dropout)
-    for part in tables.explanation(question, GPUS[gpu.upper()]):
+    for part in tables.explanation(question, card):
         console.print(part)
+    if pictures is not None:
+        _draw(pictures, question, card)
+
+
+def _card(name: str) -> GPU:
+    """One of GPUS by its name, or the present one, if it is one of them."""
+    if name.lower() == "here":
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+        found = hierarchy.known(device)
+        if found is None:
+            raise typer.BadParameter(f"here is {device}: give one of {', '.join(GPUS)}", param_hint="--gpu")
+        return found
+    if name.upper() not in GPUS:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(GPUS)}", param_hint="--gpu")
+    return GPUS[name.upper()]
+
+
+def _draw(folder: Path, question: cost.Question, card: GPU) -> None:
+    """The figures: all are the question's but the last two, which are this machine's."""
+    with console.status("measuring this machine"):
+        name, levels = hierarchy.present()
+        machines = [(name, levels)]
+        if hierarchy.known(name) is not card:
+            machines.insert(0, (card.name, hierarchy.of_gpu(card)))
+        measured = breakdown.measure()
+    for path in io_figures.write(folder, question, card, machines, measured):
+        console.print(f"picture: {path}")
+
+
+def _write_page(out: Path) -> None:
+    """Record all that the page can show, half a minute of it, and write the page."""
+    scenarios = page.SCENARIOS
+    with Progress(
+        TextColumn("recording"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    ) as bar:
+        task = bar.add_task("", total=len(scenarios))
+        size = page.write(out, scenarios, progress=lambda _: bar.advance(task))
+    console.print(f"{len(scenarios)} settings, and in each run the bytes that io_model has in closed form")
+    console.print(f"page: {out} ({units.size(size)}); open it in a browser", soft_wrap=True)
 
 
 @app.command()

@@ -60,13 +60,16 @@ def flash_attention_2(
         if small is not None and i.size > i.count:
             small = F.pad(small, (0, 0, 0, i.size - i.count), value=True)
         state = State.init(b, h, i.size, v_width, Q.dtype, Q.device, small)
+        hbm.keep("O", state.o)
         for j in key_tiles(i, rules, k_len, B_c):
             K = hbm.load(k, "K", j.rows, j.size, width=width, heads=h, chip=chip, read_only=True)
             S = rules.scores(Q, K, chip)
             S = rules.bias_and_mask(S, i, j)
             V = hbm.load(v, "V", j.rows, j.size, width=v_width, heads=h, chip=chip, read_only=True)
             state.update(S, V, rules.keep(i, j, S.device))
-        hbm.keep("O", state.o)
+            hbm.show("m", state.m)
+            hbm.show("l", state.l)
+            hbm.show("O", state.o)
         O, L = state.finalize(sink)  # noqa: E741
         if rules.dropout_p:
             O.mul_(rules.inverse_keep)

@@ -5,7 +5,8 @@ a load copies rows of a tensor into a fresh tile, a store copies them back. Whil
 
     with hbm.counting() as traffic: ...
 
-each call also adds its bytes to ``traffic``; without one the calls cost next to nothing.
+each call also adds its bytes to ``traffic``; without one the calls cost next to nothing. Who gives ``counting`` an
+observer is told of each of them as an `Event`, in order: that is how `report.recording` films a run.
 
 Source: FlashAttention (Dao et al., 2022), section 2.1 (the hierarchy) and Algorithm 1 (which lines load and store).
 
@@ -24,13 +25,13 @@ Source: FlashAttention (Dao et al., 2022), section 2.1 (the hierarchy) and Algor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,6 +42,31 @@ if TYPE_CHECKING:
 
 Runs: TypeAlias = tuple[slice, ...]
 Rows: TypeAlias = slice | Runs | Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened, as an observer is told.
+
+    kind: "load", "store", "accumulate" (both), "fill" (an array's first filling), "keep" (a tile that lives on the chip
+        only), "show" (a tile that nobody counts, as it is now), or "kernel": one begins, or with the name "" ends, and
+        the chip is empty.
+    name: the array's, or the kernel's. loaded, stored: bytes, over all batches and heads. held: the tile's bytes on the
+        chip, of one (batch, head). x, rows: the array in HBM and its positions, if one is touched. tile: its contents,
+        where they are known when the event is told: not in a load. They may change afterwards.
+    """
+
+    kind: str
+    name: str
+    loaded: int = 0
+    stored: int = 0
+    held: int = 0
+    x: Tensor | None = None
+    rows: Rows | None = None
+    tile: Tensor | None = None
+
+
+Observer: TypeAlias = Callable[[Event], None]
 
 
 @dataclass(slots=True)
@@ -57,6 +83,7 @@ class Traffic:
     on_chip: dict[str, int] = field(default_factory=dict)
     arrays: dict[str, int] = field(default_factory=dict)
     kernels: dict[str, Traffic] = field(default_factory=dict)
+    observer: Observer | None = field(default=None, repr=False, compare=False)
 
     @property
     def bytes(self) -> int:
@@ -73,10 +100,27 @@ class Traffic:
         """Bytes of HBM allocated: outputs, statistics and, in standard attention, S and P."""
         return sum(self.arrays.values())
 
-    def _load(self, x: Tensor, name: str, batch: int, heads: int, rows: int) -> None:
-        tile = rows * prod(x.shape[3:]) * x.element_size()
+    def _load(self, x: Tensor, name: str, batch: int, heads: int, n: int, rows: Rows) -> None:
+        tile = n * prod(x.shape[3:]) * x.element_size()
         _add(self.loaded, {name: batch * heads * tile})
         self._hold(name, tile)
+        self._tell("load", name, loaded=batch * heads * tile, held=tile, x=x, rows=rows)
+
+    def _store(self, x: Tensor, name: str, n: int, rows: Rows, tile: Tensor) -> None:
+        _add(self.stored, {name: _size(x, n)})
+        self._tell("store", name, stored=_size(x, n), x=x, rows=rows, tile=tile)
+
+    def _accumulate(self, x: Tensor, name: str, n: int, rows: Rows, tile: Tensor) -> None:
+        size = _size(x, n)
+        held = n * prod(x.shape[3:]) * x.element_size()
+        _add(self.loaded, {name: size})
+        _add(self.stored, {name: size})
+        self._hold(name, held)
+        self._tell("accumulate", name, loaded=size, stored=size, held=held, x=x, rows=rows, tile=tile)
+
+    def _tell(self, kind: str, name: str, **what: Any) -> None:
+        if self.observer is not None:
+            self.observer(Event(kind, name, **what))
 
     def _hold(self, name: str, size: int) -> None:
         self.on_chip[name] = max(self.on_chip.get(name, 0), size)
@@ -101,12 +145,18 @@ _COMPUTE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 @contextmanager
-def counting() -> Iterator[Traffic]:
+def counting(observer: Observer | None = None) -> Iterator[Traffic]:
     """Count every load, store, kept tile and allocation of the enclosed code (of this thread) into a new `Traffic`.
 
-    An inner ``counting()`` takes over from an outer one until it ends.
+    An inner ``counting()`` takes over from an outer one until it ends. observer: is called with each `Event`.
+
+    >>> told = []
+    >>> with counting(told.append):
+    ...     tile = load(torch.zeros(1, 1, 6, 2), "K", slice(0, 4))
+    >>> told[0].kind, told[0].name, told[0].rows, told[0].loaded
+    ('load', 'K', slice(0, 4, None), 32)
     """
-    traffic = Traffic()
+    traffic = Traffic(observer=observer)
     token = _active.set(traffic)
     try:
         yield traffic
@@ -132,9 +182,11 @@ def kernel(name: str) -> Iterator[None]:
     if traffic is None:
         yield
         return
-    with counting() as part:
+    traffic._tell("kernel", name)
+    with counting(traffic.observer) as part:
         yield
     traffic._include(name, part)
+    traffic._tell("kernel", "")
 
 
 def load(
@@ -176,7 +228,7 @@ def load(
         size = n if size is None else size
     traffic = _active.get()
     if traffic is not None:
-        traffic._load(x, name, b, h, n)
+        traffic._load(x, name, b, h, n, rows)
 
     d = x.shape[3:]  # (), or (d,)
     columns = d if width is None else d and (width,)
@@ -279,7 +331,7 @@ def store(x: Tensor, name: str, rows: Rows, tile: Tensor) -> None:
             n += count
     traffic = _active.get()
     if traffic is not None:
-        _add(traffic.stored, {name: _size(x, n)})
+        traffic._store(x, name, n, rows, tile)
 
 
 def accumulate(x: Tensor, name: str, rows: Rows, tile: Tensor) -> None:
@@ -298,8 +350,7 @@ def accumulate(x: Tensor, name: str, rows: Rows, tile: Tensor) -> None:
             n += count
     traffic = _active.get()
     if traffic is not None:
-        traffic._load(x, name, x.shape[0], x.shape[1], n)
-        _add(traffic.stored, {name: _size(x, n)})
+        traffic._accumulate(x, name, n, rows, tile)
 
 
 def _columns(tile: Tensor, x: Tensor) -> Tensor:
@@ -322,8 +373,17 @@ def keep(name: str, tile: Tensor) -> Tensor:
     """Note a tile (b, h, ...) that lives on the chip only (S, P, an accumulator), and return it."""
     traffic = _active.get()
     if traffic is not None:
-        traffic._hold(name, prod(tile.shape[2:]) * tile.element_size())
+        size = prod(tile.shape[2:]) * tile.element_size()
+        traffic._hold(name, size)
+        traffic._tell("keep", name, held=size, tile=tile)
     return tile
+
+
+def show(name: str, tile: Tensor) -> None:
+    """Let an observer look at a tile that is not counted: m and l, which a kernel holds in registers."""
+    traffic = _active.get()
+    if traffic is not None:
+        traffic._tell("show", name, tile=tile)
 
 
 def empty(
@@ -349,7 +409,9 @@ def full(
     x = empty(shape, name, dtype=dtype, device=device).fill_(value)
     traffic = _active.get()
     if traffic is not None:
-        _add(traffic.stored, {name: x.numel() * x.element_size()})
+        size = x.numel() * x.element_size()
+        _add(traffic.stored, {name: size})
+        traffic._tell("fill", name, stored=size, x=x)
     return x
 
 

@@ -613,7 +613,7 @@ class GPU:
     """A card's datasheet: bandwidth of its HBM in bytes a second, dense 16-bit matmul flops a second, on-chip bytes.
 
     shared: L1 and shared memory of one of the `processors` (streaming multiprocessors). measured_*: what copies and
-    matmuls reached on such a card, where that was measured.
+    matmuls reached on such a card, where that was measured. l2, memory: bytes. clock: cycles a second, boosted.
     """
 
     name: str
@@ -624,6 +624,9 @@ class GPU:
     source: str
     measured_bandwidth: float | None = None
     measured_flops: float | None = None
+    l2: int | None = None
+    memory: int | None = None
+    clock: float | None = None
 
 
 GPUS = {
@@ -636,6 +639,9 @@ GPUS = {
             shared=192 * 1024,
             processors=108,
             source="NVIDIA A100 datasheet, SXM4 40 GB; A100 architecture whitepaper (2020)",
+            l2=40 << 20,
+            memory=40 * 10**9,
+            clock=1.41e9,
         ),
         GPU(
             "H100",
@@ -644,6 +650,9 @@ GPUS = {
             shared=256 * 1024,
             processors=132,
             source="NVIDIA H100 datasheet, SXM5 80 GB, without sparsity; H100 architecture whitepaper (2022)",
+            l2=50 << 20,
+            memory=80 * 10**9,
+            clock=1.83e9,
         ),
         GPU(
             "H200",
@@ -654,6 +663,9 @@ GPUS = {
             source="NVIDIA H200 datasheet, SXM 141 GB, without sparsity; processors as in the H100",
             measured_bandwidth=4.27e12,
             measured_flops=786e12,
+            l2=50 << 20,
+            memory=141 * 10**9,
+            clock=1.83e9,
         ),
     )
 }

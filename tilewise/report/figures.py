@@ -1,4 +1,4 @@
-"""Figures, drawn without a screen."""
+"""The demo's figure, drawn without a screen, and the style of all."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _losses(axes: Axes, curves: Curves) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats per character")
     axes.legend(frameon=False)
-    _bare(axes)
+    bare(axes)
 
 
 def _against_length(axes: Axes, title: str, lengths: Sequence[int], values: Sequence[Sequence[float]]) -> None:
@@ -53,9 +53,10 @@ def _against_length(axes: Axes, title: str, lengths: Sequence[int], values: Sequ
     axes.set_xticks(list(lengths), [str(n) for n in lengths])
     axes.minorticks_off()
     axes.legend(frameon=False)
-    _bare(axes)
+    bare(axes)
 
 
-def _bare(axes: Axes) -> None:
+def bare(axes: Axes) -> None:
+    """No frame but the two axes, and a faint grid."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
