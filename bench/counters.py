@@ -27,7 +27,7 @@ import torch
 
 from tilewise.algorithm.dram_model import Cache, Kernel, traffic
 
-from . import counted, ncu
+from . import counted, ncu, tables
 from .counted import Cell
 from .gpu import slug
 from .ncu import Launch, NoCounters
@@ -243,16 +243,14 @@ def table(found: list[Count], each: bool) -> str:
 
 def markdown(found: list[Count]) -> str:
     """A line a cell, of both directions in all: GB that crossed between DRAM and L2, and the model's."""
-    lines = [
-        "| call | read, GB | written | model: read | written | measured / model | time, us |",
-        "|---|" + "---:|" * 6,
-    ]
+    head = ["call", "read, GB", "written", "model: read", "written", "measured / model", "time, us"]
+    body = []
     for row in found:
         if row.kernel == ALL and not row.error:
             cell = Cell(**{field.name: getattr(row, field.name) for field in fields(Cell)})
-            sizes = " | ".join(map(_gb, (row.read, row.written, row.model_read, row.model_written)))
-            lines.append(f"| {cell.name} | {sizes} | {row.ratio:.3f} | {row.us:.0f} |")
-    return "\n".join(lines)
+            sizes = map(_gb, (row.read, row.written, row.model_read, row.model_written))
+            body.append([cell.name, *sizes, f"{row.ratio:.3f}", f"{row.us:.0f}"])
+    return tables.markdown(head, body)
 
 
 def read(path: Path) -> list[Count]:

@@ -9,6 +9,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from cases import Case
 from covering import cover_product
@@ -44,6 +45,11 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of packed ones, by name: head size, Ba
     "128 lengths": {"d": 128, "band": Band(200, 3), "lens": True}, "256 causal": {"d": 256, "band": causal},
 }  # fmt: skip
 LAYOUTS = ("contiguous", "transposed", "gaps", "heads", "last", "offset")
+
+
+def seeds(count: int) -> list[Any]:
+    """Of a played protocol: a third of them each time, all before a release."""
+    return [n if n < count // 3 else pytest.param(n, marks=pytest.mark.slow) for n in range(count)]
 
 
 def promised() -> dict[str, Case]:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hopper_cases import seeds
 
 import tilewise
 from tilewise import Band, Problem, causal, sliding_window
@@ -388,7 +389,7 @@ def test_a_piece_drops_the_pairs_that_the_contract_says(KEYS: int, p: float) -> 
 # ---- the protocol, played --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", seeds(150))
 def test_partitions_hand_on_every_block_and_never_wait_for_ever(seed: int) -> None:
     pytest.importorskip("triton")
     from hopper_machine import Block
@@ -451,7 +452,7 @@ def test_partitions_hand_on_every_block_and_never_wait_for_ever(seed: int) -> No
             assert unmasked.get(j0, True) or (part.all() and j0 + cfg.keys <= k_len)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", seeds(150))
 def test_sequences_and_block_masks_played(seed: int) -> None:
     """Sequences of unlike lengths, packed or padded, a BlockMask, an origin: each pair is seen by whom it should be."""
     pytest.importorskip("triton")

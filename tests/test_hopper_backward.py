@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hopper_cases import seeds
 from test_hopper import BF16, F16, FULL, KINDS, Drawn, contents_of, listing_of, meta, problem_of
 
 import tilewise
@@ -195,7 +196,7 @@ def test_turns_count_the_tiles_that_add_before(rows: int) -> None:
 # ---- the protocol, played --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", seeds(80))
 def test_partitions_take_every_pair_once_and_never_wait_for_ever(seed: int) -> None:
     """Of every second seed dQ is added up in one order, by as many programs at once as it draws."""
     pytest.importorskip("triton")
@@ -256,7 +257,7 @@ def test_partitions_take_every_pair_once_and_never_wait_for_ever(seed: int) -> N
     assert all(tiles == sorted(tiles, reverse=True) for tiles in added.values())
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", seeds(80))
 def test_sequences_and_block_masks_played(seed: int) -> None:
     """Sequences of unlike lengths, packed or padded, a BlockMask, an origin: each pair is seen by whom it should be."""
     pytest.importorskip("triton")

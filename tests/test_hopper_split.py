@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from hopper_cases import seeds
 from test_hopper import KINDS, listing_of, problem_of
 from test_hopper_backward import recorded
 
@@ -182,7 +183,7 @@ def numbers_of(problem: Any, length: int, side: int, heads: int, together: int) 
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_roles_hand_on_every_block_and_never_wait_for_ever(seed: int) -> None:
     from hopper_split_machine import Block
 
@@ -223,7 +224,7 @@ def test_roles_hand_on_every_block_and_never_wait_for_ever(seed: int) -> None:
     assert tiles == Counter((b, h, j0) for b in range(problem.batch) for h in range(2) for j0 in firsts)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_queries_take_every_block_and_never_wait_for_ever(seed: int) -> None:
     from hopper_split_machine import Block
 

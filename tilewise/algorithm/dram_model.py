@@ -296,6 +296,19 @@ class _Flash:
         row = (self.sizes.d + self.sizes.d_v) * self.sizes.element + 2 * STATISTIC + more
         return {x: step.loaded[x] for x in ("Q", "dO", "L", "delta", "dQ")}, sets * self.group * self.sizes.q_len * row
 
+    def keys_stay(self, asked: dict[str, int], span: int) -> dict[str, Stream]:
+        """K and V in and dK and dV out, once; Q, dO and the statistics pass by, `asked` and `span` as above."""
+        d, d_v = self.sizes.d, self.sizes.d_v
+        return {
+            "K": _in(self.of_keys(d)),
+            "V": _in(self.of_keys(d_v)),
+            "Q": _again(self.of_queries(d), asked["Q"], span),
+            "dO": _again(self.of_queries(d_v), asked["dO"], span),
+            "statistics": _again(2 * self.statistics, asked["L"] + asked["delta"], span),
+            "dK": _out(self.of_keys(d)),
+            "dV": _out(self.of_keys(d_v)),
+        }
+
 
 def flash_forward(
     sizes: Sizes, blocks: Blocks, machine: Machine, *, kv_heads: int | None = None, band: Band | None = None
@@ -342,16 +355,7 @@ def split_backward(
         "dQ": _out(of.of_queries(d)),
         "statistics": _out(2 * of.statistics),
     }
-    second = {
-        "K": _in(of.of_keys(d)),
-        "V": _in(of.of_keys(d_v)),
-        "Q": _again(of.of_queries(d), queries["Q"], query_span),
-        "dO": _again(of.of_queries(d_v), queries["dO"], query_span),
-        "statistics": _again(2 * of.statistics, queries["L"] + queries["delta"], query_span),
-        "dK": _out(of.of_keys(d)),
-        "dV": _out(of.of_keys(d_v)),
-    }
-    return [Kernel("dq", first), Kernel("dkdv", second)]
+    return [Kernel("dq", first), Kernel("dkdv", of.keys_stay(queries, query_span))]
 
 
 def fused_backward(
@@ -381,16 +385,7 @@ def fused_backward(
         "statistics": _out(2 * of.statistics),
         "sums": _out(sums),
     }
-    main = {
-        "K": _in(of.of_keys(d)),
-        "V": _in(of.of_keys(d_v)),
-        "Q": _again(of.of_queries(d), asked["Q"], span),
-        "dO": _again(of.of_queries(d_v), asked["dO"], span),
-        "statistics": _again(2 * of.statistics, asked["L"] + asked["delta"], span),
-        "sums": Stream(min(sums, added), added, added, span),
-        "dK": _out(of.of_keys(d)),
-        "dV": _out(of.of_keys(d_v)),
-    }
+    main = {**of.keys_stay(asked, span), "sums": Stream(min(sums, added), added, added, span)}
     convert = {"sums": _in(sums), "dQ": _out(of.of_queries(d))}
     return [Kernel("prepare", prepare), Kernel("backward", main), Kernel("convert", convert)]
 
