@@ -29,8 +29,8 @@ test-oldest: $(OLDEST)/.installed
 	and not test_sampled \
 	and not (test_triton.py and not (test_cases[0] or steps or without_triton))"
 
-OTHER_THINGS = test_bench or test_cli or test_close or test_covering or test_docs or test_io_model or test_mask or test_page.py \
-	or test_triton_config or test_hopper or stamp
+OTHER_THINGS = test_bench or test_papers or test_cli or test_close or test_covering or test_docs or test_io_model or test_mask or \
+	test_page.py or test_triton_config or test_hopper or stamp
 
 # What compiles kernels, on each of TRITONS that pip serves, in place of VENV's. `make test-triton-3.8`: on one.
 test-tritons: $(INSTALLED)
