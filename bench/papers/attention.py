@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from tilewise import causal
 from tilewise.algorithm.io_model import Cost, Sizes, compare
 
+from ..counted import standard_attention
 from ..gpu_cases import CUDNN, FA2, OPERATIONS, Attend, Built, Cell, Peer, by_pytorch, compared, draw, ours, pairs
 from ..rows import Row
 from .case import DIRECTION, Case, Kernel, Setting
@@ -22,17 +22,12 @@ BATCH, HEADS, SEQ, D = 64, 16, 1024, 64
 ON_CHIP = 51200  # elements of 16 bits in 100 KB, as the paper has it
 
 
-def standard(is_causal: bool = False, dropout_p: float = 0.0) -> Attend:
+def standard(is_causal: bool = False, dropout: bool = False) -> Attend:
     """Plain torch, a kernel a line: S and P lie in memory."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        S = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]))
-        if is_causal:
-            S = S.masked_fill(torch.ones(S.shape[-2:], dtype=torch.bool, device=S.device).triu(1), -math.inf)
-        P = torch.softmax(S, dim=-1)
-        if dropout_p:
-            P = torch.nn.functional.dropout(P, dropout_p)
-        return P @ v
+        hidden = torch.ones(q.shape[-2], k.shape[-2], device=q.device, dtype=torch.bool).triu(1) if is_causal else None
+        return standard_attention(q, k, v, hidden, dropout)
 
     return attend
 
@@ -58,7 +53,7 @@ def case(setting: Setting, dropout: float) -> Case:
     def build() -> Built:
         def attend_of(peer: Peer) -> Callable[[], Attend]:
             if peer.name == STANDARD:
-                return lambda: standard(True, dropout)
+                return lambda: standard(True, bool(dropout))
             return lambda: by_pytorch(peer.name, True, dropout)
 
         tensors = draw(setting, batch, heads, seq, D, dtype="fp16")

@@ -9,6 +9,7 @@ from ..gpu_cases import CUDNN, FA2
 from ..rows import Row
 from ..tables import length, markdown, spread, timed, verdict
 from .attention import STANDARD, SUBJECT, model
+from .case import NO_ROOM
 from .training import EAGER, SDPA, STEP
 
 NOTHING = "*Not measured yet.*"
@@ -75,7 +76,7 @@ def theirs(row: Row | None, unit: str) -> str:
     if row is None:
         return ""
     if row.theirs is None:
-        return "does not fit" if row.note == "does not fit" else f"failed: {row.error}"
+        return "does not fit" if row.error.startswith(NO_ROOM) else f"failed: {row.error}"
     return timed(row.theirs, unit)
 
 
