@@ -227,9 +227,8 @@ def compiled(problem: Problem) -> tuple[Any, str]:
     aux, lists = contents_of(problem)
     start = host.launch_of(problem, (0, 0, 0, 0), 132, True, lists, *(x.stride() for x in (q, k, v))).start
     with recording() as launches:
-        seed = torch.zeros((), dtype=torch.int64) if problem.dropout_p else None
         start(
-            o, q, k, v, torch.empty(problem.lse_shape), sink, seed, torch.zeros(1, dtype=torch.int32),
+            o, q, k, v, torch.empty(problem.lse_shape), sink, aux.seed, torch.zeros(1, dtype=torch.int32),
             *host.contents(aux),
         )  # fmt: skip
     said = io.StringIO()
@@ -249,6 +248,7 @@ def contents_of(problem: Problem) -> tuple[Aux, tuple[int, ...]]:
     aux = Aux(
         cu_q=some if packed else None, cu_k=some if packed else None, q_lens=some if problem.q_lens else None,
         k_lens=some if problem.k_lens else None, mask=seen,
+        seed=torch.zeros((), dtype=torch.int64) if problem.dropout_p else None,
     )  # fmt: skip
     return aux, host.lists_of(aux)
 
