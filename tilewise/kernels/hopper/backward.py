@@ -28,7 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ... import mask as arithmetic
-from .dropout import drawn, kept, lots_of_keys
+from .dropout import drawn, kept, lots_of_keys, stay_between
 from .pipeline import (
     Ring,
     aggregate,
@@ -46,6 +46,7 @@ from .pipeline import (
     ring_of_parts,
     seen_as,
     stacked,
+    stay_behind,
     tma_add,
     tma_load,
     uniform,
@@ -604,7 +605,9 @@ def step(
     words: gl.tuple = (None, None)
     late: gl.tuple = (None, delta2 if TWO else None)
     if O.DROPOUT:
+        stay_behind(n)
         words = (drawn(lots, h, i0), None)
+        stay_between(words[0], n)
         late = (delta, late[1])
     masked = (i0 < free_lo) | (i0 + PIECE > free_hi)
     P, dS = score_gradient(
@@ -620,7 +623,9 @@ def step(
     if TWO:
         dk = add_product(dS, q, dk)
         if O.DROPOUT:
+            stay_behind(n)
             words = (None, drawn(lots, h, i0 + PIECE))
+            stay_between(words[1], n)
         masked = (i0 + PIECE < free_lo) | (i0 + 2 * PIECE > free_hi)
         P2, dS2 = score_gradient(
             S2, dP2, L2, late[1], words[1], first, i0 + PIECE, masked, tile, bits, 3, 2, dtype, call, C, O

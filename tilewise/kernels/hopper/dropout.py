@@ -156,52 +156,91 @@ def lots_of_keys(draw, s, first):
 
 @gluon.jit
 def drawn(lots, h, i0):
-    """Which pairs of a piece of keys and the piece of head h's queries at i0 are kept: of each thread a word, for `kept`.
+    """Which pairs of a piece of keys and the piece of head h's queries at i0 are kept: a word of each thread, for `kept`.
 
-    A thread has its rows' one j, but for bit 3, so that of the rounds before `BEGUN` i has the most.
+    A thread has one j, but for bit 3, and eight i: what rounds 1 to 3 make of those is most of them.
     """
     key_0, key_1, least, b, h0, first, origin = lots
     like = quarters(gl.zeros([PIECE, PIECE], gl.int32, accumulator(PIECE)))[0]
-    i = i0 + origin + 16 * numbers(2, like) + 2 * numbers(3, like) + numbers(4, like)
-    h = h + h0
-    of_block, c2, c0, c2_3, c3 = begin(i.to(gl.uint32), b.to(gl.uint32), h.to(gl.uint32), key_0, key_1)
-    j = of_block ^ (first + 16 * numbers(0, like) + numbers(1, like)).to(gl.uint32)
-    c2 ^= gl.umulhi(j, gl.to_tensor(A))
-    c2_3 ^= j * A
-    keys: gl.tuple = ()
+    i = (i0 + origin + 2 * numbers(3, like) + 16 * numbers(2, like) + numbers(4, like)).to(gl.uint32)
+    h = (h + h0).to(gl.uint32)
+    j = (first + 16 * numbers(0, like) + numbers(1, like)).to(gl.uint32)
+    c0_low, c0_high = product(gl.umulhi(h, gl.to_tensor(B)) ^ key_0 ^ j, A)
+    low, high = product(i, A)
+    c2_low, c2_high = product(high ^ (b.to(gl.uint32) ^ key_1), B)
+    c2 = low ^ (c0_high ^ (key_1 + STEP_1))
+    low, high = product(c2_high ^ (h * B ^ (key_0 + STEP_0)), A)
+    c2_3 = high ^ (c0_low ^ (key_1 + steps_of(STEP_1, 2)))
+    keys: gl.tuple = (key_0 + steps_of(STEP_0, 2),)
     for n in gl.static_range(BEGUN, ROUNDS):
         keys += (key_0 + steps_of(STEP_0, n), key_1 + steps_of(STEP_1, n))
     bits = gl.inline_asm_elementwise(
-        _draw(), _words(), (c2, c0, c2_3, c3) + keys + (least,), dtype=gl.int32, is_pure=True, pack=1  # noqa: RUF005
+        _draw(), _words(), (c2, c2_low, c2_3, low) + keys + (least,), dtype=gl.int32, is_pure=True, pack=1  # noqa: RUF005
     )
-    return gl.sum(gl.sum(bits << (2 * numbers(2, like) + numbers(4, like)), 4), 2)
+    return gl.sum(gl.sum(bits << (8 * numbers(2, like) + numbers(4, like)), 4), 2)
 
 
 @gluon.jit
-def kept(P, bits):
-    """P (keys, queries) with 0 where the pair is dropped. Bit 8 q + 2 n + b is quarter q's, of the n-th run and its column b."""
-    P_00, P_01, P_10, P_11 = quarters(P)
-    bits = bits[:, :, None, :, None]
-    n = 2 * numbers(2, P_00) + numbers(4, P_00)
-    P_00 = gl.where((bits & (1 << n)) != 0, P_00, 0.0)
-    P_01 = gl.where((bits & (1 << (n + 16))) != 0, P_01, 0.0)
-    P_10 = gl.where((bits & (1 << (n + 8))) != 0, P_10, 0.0)
-    P_11 = gl.where((bits & (1 << (n + 24))) != 0, P_11, 0.0)
-    return as_piece(P_00, P_01, P_10, P_11, P)
+def product(x, by: gl.constexpr):
+    """(Low, high) word of it."""
+    return gl.inline_asm_elementwise(
+        _both(by), "=r,=r,r", [x], dtype=(gl.uint32, gl.uint32), is_pure=True, pack=1
+    )
+
+
+@gluon.constexpr_function
+def _both(by):
+    return f"{{ .reg .b64 w; mul.wide.u32 w, $2, {by}; mov.b64 {{$0, $1}}, w; }}"
+
+
+@gluon.jit
+def kept(P, word):
+    """P (keys, queries) with 0 where the pair is dropped: the bit of a thread's n-th pair is the word's n-th."""
+    P6 = P.reshape([PIECE // 16, 2, 8, PIECE // 8, 4, 2])
+    # As if from another lane: ptxas tests a word that it knows nothing of by the byte (R2P), and keeps no tests for the next use.
+    word = gl.inline_asm_elementwise(
+        "shfl.sync.bfly.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [word], dtype=gl.int32, is_pure=False, pack=1
+    )
+    of_thread: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(5, P6.type.layout)))
+    word = gl.convert_layout(word, of_thread, assert_trivial=True)[:, None, :, None, :, None]
+    P6 = gl.inline_asm_elementwise(_kept(), _pairs(), [P6, word], dtype=gl.float32, is_pure=False, pack=32)
+    return gl.convert_layout(P6.reshape(P.shape), P.type.layout, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def _kept():
+    lines = [
+        f"and.b32 l, $64, {1 << n}; setp.ne.b32 p, l, 0; selp.f32 ${n}, ${32 + n}, 0f00000000, p;" for n in range(32)
+    ]
+    return _of_registers(lines)
+
+
+@gluon.constexpr_function
+def _pairs():
+    return ",".join(["=&f"] * 32 + ["f"] * 32 + ["r"] * 32)
+
+
+@gluon.jit
+def stay_between(word, n):
+    """The word is computed before what follows, as `stay_before` has it. n >= 0."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.s32 p, $2, 0; setp.eq.and.b32 p, $1, 0, p; mov.b32 $0, 0; @p st.volatile.shared.b32 [$0], $1; }",
+        "=&r,r,r", [word, n], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.constexpr_function
 def _draw():
-    """The rest of a call, and of its word n bit 8 n of operand 0. Operands 1 to 4 are what round 3 is made of; then as `_drop`."""
+    """The rest of a call, and of its word n bit 2 n of operand 0. Operands 1 to 5 are what round 3 is made of; then as `_drop`."""
     lines = [
-        _product("$1", B, "h", "c1"), "xor.b32 c0, h, $2;", "mov.b32 c2, $3;", "mov.b32 c3, $4;", *_rounds(5),
-        f"setp.gt.u32 p, c0, ${_keys() + 5};", "selp.b32 l, 1, 0, p;",
+        _product("$1", B, "h", "c1"), "xor.b32 c0, h, $2; xor.b32 c0, c0, $5;", "mov.b32 c2, $3;", "mov.b32 c3, $4;",
+        *_rounds(6), f"setp.gt.u32 p, c0, ${_keys() + 6};", "selp.b32 l, 1, 0, p;",
     ]  # fmt: skip
     for word in range(1, 4):
-        lines += [f"setp.gt.u32 p, c{word}, ${_keys() + 5};", f"@p or.b32 l, l, {1 << 8 * word};"]
+        lines += [f"setp.gt.u32 p, c{word}, ${_keys() + 6};", f"@p or.b32 l, l, {1 << 2 * word};"]
     return _of_registers([*lines, "mov.b32 $0, l;"])
 
 
 @gluon.constexpr_function
 def _words():
-    return ",".join(["=r"] + ["r"] * (5 + _keys()))
+    return ",".join(["=r"] + ["r"] * (6 + _keys()))
