@@ -218,7 +218,8 @@ def test_partitions_take_every_pair_once_and_never_wait_for_ever(seed: int) -> N
     ))  # fmt: skip
     group, batch, wide = r.choice((1, 2, 3)), r.choice((1, 2)), r.choice(list(config.BACKWARD))
     problem = problem_of(wide, band=band, q_len=q_len, k_len=k_len, heads=2 * group, kv_heads=2, batch=batch)
-    options = backward_host.Options.of(replace(problem, deterministic=ordered), config.BACKWARD[wide], wide)
+    problem = replace(problem, deterministic=ordered, dropout_p=0.1 * (seed // 2 % 2))
+    options = backward_host.Options.of(problem, config.backward_of(problem), wide)
     options = replace(options, STAGES=r.choice((1, 2, 3)), PLACES=r.choice((1, 2)))
     tiles = -(-k_len // config.BACKWARD_KEYS)
     numbers = backward_host.numbers_of(problem, NOTHING.origin, k_len, config.BACKWARD_KEYS, 2, r.choice((1, 2, 3)))
@@ -274,12 +275,12 @@ def test_sequences_and_block_masks_played(seed: int) -> None:
     drawn, wide = Drawn(r), r.choice(list(config.BACKWARD))
     problem, batch, packed, origin = drawn.problem, drawn.batch, drawn.packed, drawn.origin
     ordered = not drawn.blocks and r.random() < 0.5
-    problem = replace(problem, deterministic=ordered)
+    problem = replace(problem, qk_dim=wide, v_dim=wide, deterministic=ordered, dropout_p=0.1 * (seed // 2 % 2))
     lists, part = NO_LISTS, False
     if drawn.mask is not None:
         lists = lists_in(drawn.mask.key_major, batch, origin, (origin[3], origin[2]))
         part = backward_host.is_part(problem, origin, lists[6:10])
-    options = backward_host.Options.of(problem, config.BACKWARD[wide], wide, part)
+    options = backward_host.Options.of(problem, config.backward_of(problem), wide, part)
     options = replace(options, STAGES=r.choice((1, 2, 3)), PLACES=r.choice((1, 2)))
     numbers = list(backward_host.numbers_of(problem, origin, drawn.k_len, 128, 2, r.choice((1, 2, 3))))
     numbers[:2] = drawn.q_len, drawn.k_len
