@@ -158,8 +158,8 @@ class BackwardBlock:
         descriptors = (self.descriptor(x, blocks[x]) for x in ("dk", "dv", "dq", "q", "k", "v", "do", "rows"))
         *pointers, batch, q_apart, do_apart, k_apart, v_apart = self.lengths
         self.rewired(backward.backward_kernel)(
-            *descriptors, 0, "counter", "seed", *pointers, *self.lists[:5], "bits", *self.numbers, batch, q_apart, do_apart,
-            k_apart, v_apart, *self.lists[6:], 0, 0, 0, 1.0, self.O,
+            *descriptors, 0, "counter", "seed", *pointers, *self.lists[:5], "bits", *self.numbers, batch,
+            q_apart, do_apart, k_apart, v_apart, *self.lists[6:], 0, 0, 0, 1.0, self.O,
         )  # fmt: skip
         return self.started
 
@@ -249,7 +249,8 @@ class BackwardBlock:
             "buffers_of": lambda n, _, name: tuple(self.buffers(name, n, self.sides)), "ring_of_parts": self.ring,
             "ring_of": lambda buffers, readers: self.ring((buffers,), readers), "Rings": self.rings_of,
             "lots_of_keys": lambda _, *keys: keys, "drawn": lambda lots, *queries: (*lots, *queries),
-            "stay_behind": lambda _: None, "stay_between": lambda *_: None, "TILE": 128, "FAR": FAR, "Place": self.place_of, "Call": self.call_of,
+            "stay_behind": lambda _: None, "stay_between": lambda *_: None,
+            "TILE": 128, "FAR": FAR, "Place": self.place_of, "Call": self.call_of,
             "put": self.put, "number": self.number,
             "below": lambda list, n, tile: sum(x < tile for x in list.data[list.at :][:n]),
         }  # fmt: skip

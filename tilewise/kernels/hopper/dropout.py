@@ -174,18 +174,15 @@ def drawn(lots, h, i0):
     keys: gl.tuple = (key_0 + steps_of(STEP_0, 2),)
     for n in gl.static_range(BEGUN, ROUNDS):
         keys += (key_0 + steps_of(STEP_0, n), key_1 + steps_of(STEP_1, n))
-    bits = gl.inline_asm_elementwise(
-        _draw(), _words(), (c2, c2_low, c2_3, low) + keys + (least,), dtype=gl.int32, is_pure=True, pack=1  # noqa: RUF005
-    )
+    words = (c2, c2_low, c2_3, low) + keys + (least,)  # noqa: RUF005
+    bits = gl.inline_asm_elementwise(_draw(), _words(), words, dtype=gl.int32, is_pure=True, pack=1)
     return gl.sum(gl.sum(bits << (8 * numbers(2, like) + numbers(4, like)), 4), 2)
 
 
 @gluon.jit
 def product(x, by: gl.constexpr):
     """(Low, high) word of it."""
-    return gl.inline_asm_elementwise(
-        _both(by), "=r,=r,r", [x], dtype=(gl.uint32, gl.uint32), is_pure=True, pack=1
-    )
+    return gl.inline_asm_elementwise(_both(by), "=r,=r,r", [x], dtype=(gl.uint32, gl.uint32), is_pure=True, pack=1)
 
 
 @gluon.constexpr_function
