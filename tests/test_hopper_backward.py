@@ -92,7 +92,7 @@ SPILLS = {
     (64, False): 1360, (64, True): 2688, (96, False): 256, (96, True): 256, (128, False): 208, (128, True): 1184,
 }  # fmt: skip
 RELOADED = {"3.9": 32}  # instructions of some 350 between two waits, with 64 columns and no softcap
-SPILLS_OF_DROPOUT = 1152  # most of it numbers of a tile, outside the loop
+SPILLS_OF_DROPOUT = 1472  # most of it numbers of a tile, outside the loop
 SPILLS_VARIED = 128  # more, where sequences have lengths of their own: of a tile's place, outside it or once a block
 
 
