@@ -21,14 +21,14 @@ from tilewise.kernels.tensors import FAR
 CALL = (
     "q_len", "k_len", "diagonal", "left", "right", "scale", "softcap", "heads", "group", "tiles", "together", "total",
 )  # fmt: skip
-PLACE = ("first", "b", "kv", "before", "dk_start", "k_span", "call")
+PLACE = ("first", "s", "b", "kv", "before", "dk_start", "k_span", "call")
 RINGS = ("tiles", "k", "v", "q", "dq", "do", "statistics", "blocks", "BYTES")
 MASK = ("query_range", "mask_free_queries", "key_range", "tile_of")
 PLAYED = {  # functions that the partitions call, as the Python that they are
     "claim", "tell", "place_told", "load_tile", "load_keys",
     "place_of_keys", "query_blocks", "free_queries", "load_queries", "shares_of_head", "shares_before", "block_told",
     "add_share", "step", "turn_of", "share_of_dq", "rows_at", "clipped", "sequence_of", "extent", "clamped", "live",
-    "way", "visit", "load_chunks", "beside", "add_turned", "turned_product", "add_product",
+    "way", "visit", "load_chunks", "beside", "turned_product", "add_product",
 }  # fmt: skip
 NO_LENGTHS = (None,) * 4 + (0,) * 5
 
@@ -158,8 +158,8 @@ class BackwardBlock:
         descriptors = (self.descriptor(x, blocks[x]) for x in ("dk", "dv", "dq", "q", "k", "v", "do", "rows"))
         *pointers, batch, q_apart, do_apart, k_apart, v_apart = self.lengths
         self.rewired(backward.backward_kernel)(
-            *descriptors, 0, "counter", *pointers, *self.lists[:5], "bits", *self.numbers, batch, q_apart, do_apart,
-            k_apart, v_apart, *self.lists[6:], self.O,
+            *descriptors, 0, "counter", "seed", *pointers, *self.lists[:5], "bits", *self.numbers, batch,
+            q_apart, do_apart, k_apart, v_apart, *self.lists[6:], 0, 0, 0, 1.0, self.O,
         )  # fmt: skip
         return self.started
 
@@ -248,6 +248,8 @@ class BackwardBlock:
             "fence_async_shared": lambda: None, "uniform": lambda x: x,
             "buffers_of": lambda n, _, name: tuple(self.buffers(name, n, self.sides)), "ring_of_parts": self.ring,
             "ring_of": lambda buffers, readers: self.ring((buffers,), readers), "Rings": self.rings_of,
+            "lots_of_keys": lambda _, *keys: keys, "drawn": lambda lots, *queries: (*lots, *queries),
+            "stay_behind": lambda _: None, "stay_between": lambda *_: None,
             "TILE": 128, "FAR": FAR, "Place": self.place_of, "Call": self.call_of,
             "put": self.put, "number": self.number,
             "below": lambda list, n, tile: sum(x < tile for x in list.data[list.at :][:n]),
@@ -363,8 +365,8 @@ class BackwardBlock:
         return deps[0] if len(deps) == 1 else deps
 
     def score_gradient(
-        self, S: Product, dP: Product, L: Any, late: Any, first: int, i0: int, masked: bool, tile: int, bits: str,
-        behind_s: int, behind_dp: int, dtype: Any, call: Any, consumer: int, options: Any,
+        self, S: Product, dP: Product, L: Any, late: Any, word: Any, first: int, i0: int, masked: bool, tile: int,
+        bits: str, behind_s: int, behind_dp: int, dtype: Any, call: Any, consumer: int, options: Any,
     ) -> Any:  # fmt: skip
         assert (bits, consumer) == ("bits", int(self.me))
         places = []
@@ -384,6 +386,7 @@ class BackwardBlock:
             assert (product is ROW) == (names[0] == "k" or late is None), "delta is in dP from the start, or added late"
         assert len(set(places)) == 1
         head = self.head(b, h)
+        assert word == ((head[0], first, h, i0) if self.O.DROPOUT else None)
         self.log.append(("pair", consumer, head, *places[0], masked, tile, first, i0))
         dS = Gradient(self, (head, *places[0]))
         return dS, dS

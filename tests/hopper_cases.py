@@ -92,9 +92,9 @@ def promised_names() -> frozenset[str]:
 
 def has_backward(case: Case) -> bool:
     """Of its own."""
-    if case.dropout_p:
-        return False
-    return is_narrow(case) or case.mask is case.cu_q is case.q_lens is case.k_lens is None
+    if is_narrow(case):
+        return True
+    return not case.dropout_p and case.mask is case.cu_q is case.q_lens is case.k_lens is None
 
 
 def is_narrow(case: Case) -> bool:
@@ -111,7 +111,6 @@ def on_hopper_twice() -> frozenset[str]:
         )
         and is_narrow(case)
         and case.mask is None
-        and not case.dropout_p
     )
 
 

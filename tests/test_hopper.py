@@ -96,9 +96,11 @@ def test_what_it_takes(d: int, v_dim: int, band: Band) -> None:
 
 def test_dropout_that_it_takes() -> None:
     pytest.importorskip("triton")
-    problem = problem_of(dropout_p=0.1, seed=1)
-    assert backend.why_not(problem) is None
-    assert "hopper: chosen; its backward is triton's: it takes no dropout" in tilewise.explain(problem)
+    wide = "chosen; its backward is triton's: it takes no dropout at head sizes over 128"
+    for d, where in ((64, "chosen\n"), (256, wide)):
+        problem = problem_of(d, dropout_p=0.1, seed=1)
+        assert backend.why_not(problem) is None
+        assert f"hopper: {where}" in tilewise.explain(problem)
 
 
 def test_sequences_and_block_masks_that_it_takes() -> None:
@@ -227,9 +229,8 @@ def compiled(problem: Problem) -> tuple[Any, str]:
     aux, lists = contents_of(problem)
     start = host.launch_of(problem, (0, 0, 0, 0), 132, True, lists, *(x.stride() for x in (q, k, v))).start
     with recording() as launches:
-        seed = torch.zeros((), dtype=torch.int64) if problem.dropout_p else None
         start(
-            o, q, k, v, torch.empty(problem.lse_shape), sink, seed, torch.zeros(1, dtype=torch.int32),
+            o, q, k, v, torch.empty(problem.lse_shape), sink, aux.seed, torch.zeros(1, dtype=torch.int32),
             *host.contents(aux),
         )  # fmt: skip
     said = io.StringIO()
@@ -249,6 +250,7 @@ def contents_of(problem: Problem) -> tuple[Aux, tuple[int, ...]]:
     aux = Aux(
         cu_q=some if packed else None, cu_k=some if packed else None, q_lens=some if problem.q_lens else None,
         k_lens=some if problem.k_lens else None, mask=seen,
+        seed=torch.zeros((), dtype=torch.int64) if problem.dropout_p else None,
     )  # fmt: skip
     return aux, host.lists_of(aux)
 
@@ -326,28 +328,66 @@ def numbers_of(x: Any, dtype: Any) -> Numbers:
     return np.asarray(x, dtype).view(Numbers)
 
 
-def drawn_by_asm(asm: str, constraints: str, args: tuple[Any, ...], dtype: Any, **_: Any) -> list[Numbers]:
-    """The few instructions of PTX that `drop` is made of, for all elements at once."""
-    outputs = len(dtype)
+def drawn_by_asm(asm: str, constraints: str, args: tuple[Any, ...], dtype: Any, pack: int = 1, **_: Any) -> Any:
+    """The few instructions of PTX that dropout is made of, for all elements at once, or, packed, for all threads.
+
+    Packed ones are (warp, bit 3 of the row, row, 8 columns, lane, b): registers are counted by b, then by bit 3.
+    """
+    outputs = len(dtype) if isinstance(dtype, tuple) else 1
     args = np.broadcast_arrays(*(np.asarray(x) for x in args))
-    assert constraints.count(",") + 1 == outputs + len(args)
-    assert all(c == "r" for c in constraints.split(",")[2 * outputs :])
-    place: dict[str, Any] = {f"${outputs + n}": x for n, x in enumerate(args)}
-    for text in re.findall(r"([a-z][a-z0-9.]* [^;]*);", asm.split("m; ", 1)[1]):
+    if pack > 1:
+        args = [x.transpose(3, 1, 5, 0, 2, 4).reshape(pack, -1) for x in args]
+        args = [register for x in args for register in x]
+    assert constraints.count(",") + 1 == outputs * pack + len(args)
+    place: dict[str, Any] = {f"${outputs * pack + n}": x for n, x in enumerate(args)}
+    for held, text in re.findall(r"(@p )?([a-z][a-z0-9.]* [^;]*);", re.sub(r"\.reg [^;]*;", "", asm)):
         name, rest = text.split(" ", 1)
         to, *given = re.findall(r"\{[^}]*\}|\$?\w+", rest)
-        x = [place[g] if g in place else int(g.removeprefix("0f")) for g in given]
+        x = [place[g] if g in place else 0 if g == "0f00000000" else int(g, 0) for g in given]
+        before = place.get(to)
         if name == "mul.wide.u32":
             place[to] = x[0].astype(np.uint64) * np.uint64(x[1])
         elif name == "mov.b64":
-            low, high = re.findall(r"\w+", to)
+            low, high = re.findall(r"\$?\w+", to)
             place[low], place[high] = x[0].astype(np.uint32), (x[0] >> np.uint64(32)).astype(np.uint32)
         else:
             place[to] = {
-                "xor.b32": lambda a, b: a ^ b, "mov.b32": lambda a: a,
+                "xor.b32": lambda a, b: a ^ b, "mov.b32": lambda a: a, "or.b32": lambda a, b: a | b,
+                "and.b32": lambda a, b: a & np.array(b).astype(np.int32), "setp.ne.b32": lambda a, b: a != b,
                 "setp.gt.u32": lambda a, b: a > b.astype(np.uint32), "selp.f32": lambda a, b, p: np.where(p, a, b),
+                "selp.b32": lambda a, b, p: np.where(p, np.int32(a), np.int32(b)),
+                "shfl.sync.bfly.b32": lambda a, *_: a,
             }[name](*x)  # fmt: skip
-    return [place[f"${n}"].view(Numbers) for n in range(outputs)]
+        if held:
+            place[to] = np.where(place["p"], place[to], before)
+    found = [place[f"${n}"].view(Numbers) for n in range(outputs * pack)]
+    if pack > 1:
+        return np.stack(found).reshape(8, 2, 2, 4, 8, 4).transpose(3, 1, 4, 0, 5, 2).view(Numbers)
+    return found if isinstance(dtype, tuple) else found[0]
+
+
+def played_dropout(*functions: str) -> dict[str, Any]:
+    """Functions of `kernels.hopper.dropout` as the Python that they are, but for layouts."""
+    from tilewise.kernels.hopper import dropout
+
+    constants = {name: getattr(dropout, name).value for name in ("A", "B", "STEP_0", "STEP_1", "ROUNDS", "BEGUN")}
+    names: dict[str, Any] = vars(dropout) | constants | {
+        "PIECE": 64, "accumulator": lambda _: None, "numbers": lambda dim, x: np.arange(x.shape[dim]).reshape(
+            [-1 if n == dim else 1 for n in range(x.ndim)]
+        ).astype(np.int32).view(Numbers),
+        "gl": SimpleNamespace(
+            uint32=np.uint32, int32=np.int32, float32=np.float32, tuple=tuple, constexpr=Any, load=lambda x: x,
+            to_tensor=lambda x: x, static_range=range, split=lambda x: (x[..., 0], x[..., 1]),
+            zeros=lambda shape, dtype, _: np.zeros(shape, dtype).view(Numbers), SliceLayout=lambda *_: None,
+            join=lambda a, b: np.stack((a, b), -1).view(Numbers), convert_layout=lambda x, *_, **__: x,
+            umulhi=lambda x, y: (x.astype(np.uint64) * np.uint64(y) >> np.uint64(32)).astype(np.uint32).view(Numbers),
+            sum=lambda x, dim: x.sum(dim, dtype=np.int32).view(Numbers), inline_asm_elementwise=drawn_by_asm,
+        ),
+    }  # fmt: skip
+    for name in ("begin", "steps_of", "quarters", "as_piece", "product", *functions):
+        function = getattr(dropout, name)
+        names[name] = FunctionType(function.fn.__code__, names, name)
+    return names
 
 
 @pytest.mark.parametrize(("KEYS", "p"), [(128, 0.1), (64, 0.5), (64, 1.0), (128, 1e-12)])
@@ -355,25 +395,9 @@ def test_a_piece_drops_the_pairs_that_the_contract_says(KEYS: int, p: float) -> 
     """`lots_of` and `drop` as the Python that they are, but for layouts."""
     pytest.importorskip("triton")
     from tilewise.algorithm.dropout import keep
-    from tilewise.kernels.hopper import dropout
     from tilewise.kernels.triton.host import dropout as numbers
 
-    constants = {name: getattr(dropout, name).value for name in ("A", "B", "STEP_0", "STEP_1", "ROUNDS", "BEGUN")}
-    names: dict[str, Any] = vars(dropout) | constants | {
-        "PIECE": 64, "numbers": lambda dim, x: np.arange(x.shape[dim]).reshape(
-            [-1 if n == dim else 1 for n in range(x.ndim)]
-        ).view(Numbers),
-        "gl": SimpleNamespace(
-            uint32=np.uint32, float32=np.float32, tuple=tuple, constexpr=Any, load=lambda x: x, to_tensor=lambda x: x,
-            static_range=range, split=lambda x: (x[..., 0], x[..., 1]),
-            join=lambda a, b: np.stack((a, b), -1).view(Numbers), convert_layout=lambda x, *_, **__: x,
-            umulhi=lambda x, y: (x.astype(np.uint64) * np.uint64(y) >> np.uint64(32)).astype(np.uint32).view(Numbers),
-            inline_asm_elementwise=drawn_by_asm,
-        ),
-    }  # fmt: skip
-    plain: dict[str, Any] = {"_drop": dropout._drop, "_operands": dropout._operands}
-    for name in ("begin", "steps_of", "lots_of", "drop"):
-        plain[name] = FunctionType(getattr(dropout, name).fn.__code__, names | plain, name)
+    plain = played_dropout("lots_of", "drop")
     (s, h, first, j0), (b0, h0, i0, k0) = (2, 5, 192, 640), (3, 4, 48, 256)
     seed = -(2**62) + 12345
     least, scale = numbers(p)
@@ -384,6 +408,27 @@ def test_a_piece_drops_the_pairs_that_the_contract_says(KEYS: int, p: float) -> 
         got = plain["drop"](P, lots, numbers_of(j0, np.int32))
     i, j = i0 + first + torch.arange(64)[:, None], k0 + j0 + torch.arange(KEYS)[None]
     assert torch.equal(torch.from_numpy(np.asarray(got)) != 0, keep(seed, p, *torch.tensor([b0 + s, h0 + h]), i, j))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 1.0, 1e-12])
+def test_keys_by_queries_are_kept_as_the_contract_says(p: float) -> None:
+    """What the backward draws: `lots_of_keys`, `drawn` and `kept`."""
+    pytest.importorskip("triton")
+    from tilewise.algorithm.dropout import keep
+    from tilewise.kernels.triton.host import dropout as numbers
+
+    plain = played_dropout("lots_of_keys", "drawn", "kept")
+    (s, h, first, i), (b0, h0, i0, j0) = (2, 5, 192, 640), (3, 4, 48, 80)
+    seed = -(2**62) + 12345
+    least, scale = numbers(p)
+    draw = (numbers_of(seed, np.int64), numbers_of(least, np.int32), scale, b0, h0, i0, j0)
+    P = numbers_of(np.ones((64, 64)), np.float32)
+    with np.errstate(over="ignore"):
+        lots = plain["lots_of_keys"](draw, *(numbers_of(x, np.int32) for x in (s, first)))
+        got = plain["kept"](P, plain["drawn"](lots, *(numbers_of(x, np.int32) for x in (h, i))))
+    queries, keys = i0 + i + torch.arange(64)[:, None], j0 + first + torch.arange(64)[None]
+    want = keep(seed, p, *torch.tensor([b0 + s, h0 + h]), queries, keys)
+    assert torch.equal(torch.from_numpy(np.asarray(got)) != 0, want.T)
 
 
 # ---- the protocol, played --------------------------------------------------------------------------------------------

@@ -63,6 +63,8 @@ def test_explain_says_whose_the_backward_is(monkeypatch: pytest.MonkeyPatch) -> 
 def test_rows_fit_the_shared_memory_and_the_registers() -> None:
     for wide, cfg in config.BACKWARD.items():
         assert cfg.evidence
+        dropout = config.backward_of(problem_of(wide, dropout_p=0.5, seed=1))
+        assert (dropout.rows, dropout.stages, dropout.places) == (cfg.rows, cfg.stages, cfg.places)
         assert cfg.rows * wide <= 2 * config.PIECE**2  # a share of dQ is (64, 64), or less
         assert config.backward_shared_bytes(cfg, wide) + 1024 <= config.SHARED
         consumer, producer = cfg.registers
@@ -74,7 +76,7 @@ def test_rows_fit_the_shared_memory_and_the_registers() -> None:
 SOME = [  # the last: deterministic
     (64, 64, BF16, "causal", False), (64, 64, F16, "packed", True), (128, 128, BF16, "full", False),
     (128, 128, F16, "window", True), (96, 64, BF16, "dressed", False), (96, 96, BF16, "packed causal", True),
-    (64, 64, BF16, "blocks", False),
+    (64, 64, BF16, "blocks", False), (64, 64, F16, "dropout", False), (128, 128, BF16, "dropout", True),
 ]  # fmt: skip
 EVERY = [
     (d, d, dtype, kind, deterministic)
@@ -90,6 +92,7 @@ SPILLS = {
     (64, False): 1360, (64, True): 2688, (96, False): 256, (96, True): 256, (128, False): 208, (128, True): 1184,
 }  # fmt: skip
 RELOADED = {"3.9": 32}  # instructions of some 350 between two waits, with 64 columns and no softcap
+SPILLS_OF_DROPOUT = 1472  # most of it numbers of a tile, outside the loop
 SPILLS_VARIED = 128  # more, where sequences have lengths of their own: of a tile's place, outside it or once a block
 
 
@@ -136,9 +139,13 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str, deterministic: bool
         assert len(re.findall(r"STG\.E\.128", listing)) >= least
     taken = resources(binary)
     varied = problem.q_layout is Layout.PACKED or problem.q_lens or problem.k_lens
-    assert taken.spilled <= SPILLS[wide, problem.softcap > 0] + SPILLS_VARIED * varied
+    dropout = problem.dropout_p > 0
+    assert (
+        taken.spilled <= (SPILLS_OF_DROPOUT if dropout else SPILLS[wide, problem.softcap > 0]) + SPILLS_VARIED * varied
+    )
     assert not taken.unwritten, "ptxas left out an instruction"
-    bytes_of_tiles = config.backward_shared_bytes(config.BACKWARD[wide], wide)
+    cfg = config.backward_of(problem)
+    bytes_of_tiles = config.backward_shared_bytes(cfg, wide)
     assert bytes_of_tiles < taken.shared <= min(bytes_of_tiles + 1024, config.SHARED)
     listing = listing_of(binary)
     for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "USETMAXREG"):
@@ -149,10 +156,16 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str, deterministic: bool
     assert all(re.search(r"DEPBAR.*MEMBAR\.\w+\.GPU", part, re.DOTALL) for part in counted)
     # Between a wait for S and the next one, for dP, lie the exponentials of 64 queries: 32 of a thread.
     overlapped = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[123](.*?)WARPGROUP\.DEPBAR", listing, re.DOTALL)
-    if not problem.softcap:
+    if dropout:
+        # Words are drawn, 18 products for four pairs, while scores are made: before the wait for S, behind all
+        # wgmmas that were begun. They are tested by the byte.
+        before = re.findall(r"HGMMA(?:(?!HGMMA).)*?WARPGROUP\.DEPBAR\.LE gsb0, 0x[123]", listing, re.DOTALL)
+        assert sum(part.count("IMAD.WIDE") >= 8 * 18 for part in before) == 2 * cfg.rows // config.PIECE
+        assert listing.count("R2P") == 2 * 2 * 4 * cfg.rows // config.PIECE
+    elif not problem.softcap:
         allowed = RELOADED.get(triton.__version__[:3], 8) if wide == 64 else 0
         assert all(len(re.findall("STL|LDL", part)) <= allowed for part in overlapped)
-    assert sum(part.count("MUFU.EX2") >= 32 for part in overlapped) == 2 * config.BACKWARD[wide].rows // config.PIECE
+    assert sum(part.count("MUFU.EX2") >= 32 for part in overlapped) == 2 * cfg.rows // config.PIECE
 
 
 @pytest.mark.parametrize("what", SOME, ids=str)
@@ -218,7 +231,8 @@ def test_partitions_take_every_pair_once_and_never_wait_for_ever(seed: int) -> N
     ))  # fmt: skip
     group, batch, wide = r.choice((1, 2, 3)), r.choice((1, 2)), r.choice(list(config.BACKWARD))
     problem = problem_of(wide, band=band, q_len=q_len, k_len=k_len, heads=2 * group, kv_heads=2, batch=batch)
-    options = backward_host.Options.of(replace(problem, deterministic=ordered), config.BACKWARD[wide], wide)
+    problem = replace(problem, deterministic=ordered, dropout_p=0.1 * (seed // 2 % 2))
+    options = backward_host.Options.of(problem, config.backward_of(problem), wide)
     options = replace(options, STAGES=r.choice((1, 2, 3)), PLACES=r.choice((1, 2)))
     tiles = -(-k_len // config.BACKWARD_KEYS)
     numbers = backward_host.numbers_of(problem, NOTHING.origin, k_len, config.BACKWARD_KEYS, 2, r.choice((1, 2, 3)))
@@ -274,12 +288,12 @@ def test_sequences_and_block_masks_played(seed: int) -> None:
     drawn, wide = Drawn(r), r.choice(list(config.BACKWARD))
     problem, batch, packed, origin = drawn.problem, drawn.batch, drawn.packed, drawn.origin
     ordered = not drawn.blocks and r.random() < 0.5
-    problem = replace(problem, deterministic=ordered)
+    problem = replace(problem, qk_dim=wide, v_dim=wide, deterministic=ordered, dropout_p=0.1 * (seed // 2 % 2))
     lists, part = NO_LISTS, False
     if drawn.mask is not None:
         lists = lists_in(drawn.mask.key_major, batch, origin, (origin[3], origin[2]))
         part = backward_host.is_part(problem, origin, lists[6:10])
-    options = backward_host.Options.of(problem, config.BACKWARD[wide], wide, part)
+    options = backward_host.Options.of(problem, config.backward_of(problem), wide, part)
     options = replace(options, STAGES=r.choice((1, 2, 3)), PLACES=r.choice((1, 2)))
     numbers = list(backward_host.numbers_of(problem, origin, drawn.k_len, 128, 2, r.choice((1, 2, 3))))
     numbers[:2] = drawn.q_len, drawn.k_len

@@ -15,6 +15,7 @@ from where import DEVICE, REHEARSAL, WHY_NOT_HOPPER, backend_of
 
 import tilewise
 from tilewise import Band, causal
+from tilewise.algorithm.dropout import keep
 from tilewise.kernels.triton import backend as triton_backend
 from tilewise.problem import _checked
 
@@ -264,20 +265,88 @@ def test_dropout_drops_the_pairs_that_the_cpu_drops(d: int, band: Band) -> None:
         assert torch.equal(found, dropped("tiled", "cpu", d, p, seed, band))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_dropout_leaves_lse_and_its_gradients_are_those_of_triton(name: str) -> None:
-    """The backward is Triton's: of the same bits."""
-    tensors, _ = inputs(name)
-    do = torch.randn_like(tensors[0])
+def test_dropout_leaves_lse_and_its_gradients_are_those_of_triton(name: str, deterministic: bool) -> None:
+    """Of the same bits: its own backward or Triton's, of grouped heads."""
+    (q, k, v), _ = inputs(name)
+    do = torch.randn_like(q)
 
     def results(backend: str) -> tuple[Tensor, ...]:
-        leaves = [x.detach().requires_grad_() for x in tensors]
+        leaves = [x.detach().requires_grad_() for x in (q, k[:, :2], v[:, :2])]
         options = {"mask": CALLS[name][2], "dropout_p": 0.2, "seed": 5, "return_lse": True}
-        o, lse = tilewise.attention(*leaves, backend=backend, **options)
+        o, lse = tilewise.attention(*leaves, backend=backend, deterministic=deterministic, **options)
         return (lse.detach(), o.detach(), *torch.autograd.grad(o, leaves, do))
 
     for x, y in zip(results(backend_of(PREFIX)), results("tiled" if REHEARSAL else "triton"), strict=True):
         torch.testing.assert_close(x, y, rtol=2e-2, atol=5e-3)
+
+
+@pytest.mark.parametrize("band", [Band(), causal], ids=str)
+@pytest.mark.parametrize("d", [64, 96, 128])
+def test_the_backward_drops_the_pairs_that_the_forward_drops(d: int, band: Band) -> None:
+    """Read off dV for equal scores and unit vectors as dO: of the last head, of the second sequence."""
+    length, p, seed = 2 * d, 0.3, 2**40 + 3
+    q = torch.zeros(2, 3, length, d, device=DEVICE, dtype=BF16)
+    v = torch.zeros_like(q).requires_grad_()
+    eye = torch.eye(length, device=DEVICE, dtype=BF16).expand(2, 3, length, length)
+    kept = [
+        torch.autograd.grad(
+            tilewise.attention(q, q, v, mask=band, dropout_p=p, seed=seed, backend=backend_of(PREFIX)), v,
+            eye[..., first : first + d],
+        )[0] != 0
+        for first in range(0, length, d)
+    ]  # fmt: skip
+    positions = (
+        torch.arange(n).view([n if m == dim else 1 for m in range(4)]) for dim, n in enumerate((2, 3, length, length))
+    )
+    assert torch.equal(torch.cat(kept, -1).mT.cpu(), keep(seed, p, *positions) & band.dense(length, length))
+
+
+@pytest.mark.parametrize("name", ["64 causal", "128 causal"])
+def test_gradients_with_dropout_in_a_graph_are_of_the_seed_that_is_there(name: str, cuda: None) -> None:
+    """Replayed, for the seed lies on the device."""
+    tensors, _ = inputs(name)
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    do, seed = torch.randn_like(tensors[0]), torch.zeros((), dtype=torch.int64, device=DEVICE)
+
+    def grads() -> tuple[Tensor, ...]:
+        o = tilewise.attention(
+            *leaves, mask=CALLS[name][2], dropout_p=0.2, seed=seed, deterministic=True, backend=backend_of(PREFIX)
+        )
+        return torch.autograd.grad(o, leaves, do)
+
+    expected = {}
+    for n in (0, 5):
+        seed.fill_(n)
+        expected[n] = grads()
+    assert not torch.equal(expected[0][1], expected[5][1])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = grads()
+    for n in (5, 0, 5):
+        seed.fill_(n)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same(found, expected[n])
+
+
+@pytest.mark.parametrize("name", ["64 causal", "128 causal"])
+def test_dropout_of_packed_sequences_is_that_of_each_alone(name: str) -> None:
+    """But for its number, which the bits depend on: the first of them."""
+    (q, k, v), _ = packed(name)
+    do = torch.randn_like(q)
+
+    def grads(end: int, spans: Any) -> tuple[Tensor, ...]:
+        leaves = [x[:end].detach().requires_grad_() for x in (q, k, v)]
+        o = tilewise.attention_packed(
+            *leaves, ends_of(spans), mask=OPTIONS[name]["band"], dropout_p=0.2, seed=7, deterministic=True,
+            backend=backend_of(PREFIX),
+        )  # fmt: skip
+        return torch.autograd.grad(o, leaves, do[:end])
+
+    assert_same(grads(SPANS[0], SPANS[:1]), tuple(x[: SPANS[0]] for x in grads(sum(SPANS), SPANS)))
 
 
 # ---- sequences of unlike lengths, block masks ------------------------------------------------------------------------

@@ -51,7 +51,8 @@ def backward(
     problem: Problem, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, aux: Aux
 ) -> Grads:
     """The gradients of everything that was given."""
-    if backward_elsewhere(problem):
+    drawn_elsewhere = problem.dropout_p > 0 and (aux.origin[2] % config.RUN or aux.origin[3] % config.RUN)
+    if drawn_elsewhere or backward_elsewhere(problem):
         return triton_backend.backward(problem, do, dlse, q, k, v, o, lse, aux)
     return _backward_host().backward(problem, do, dlse, q, k, v, o, lse, aux)
 
@@ -59,10 +60,10 @@ def backward(
 @lru_cache(maxsize=512)
 def backward_elsewhere(problem: Problem) -> tuple[str, str] | None:
     """None, or whose the backward of a problem that this backend takes is, and why."""
-    if problem.dropout_p > 0:
-        return "triton", "it takes no dropout"
     varied = problem.q_layout is Layout.PACKED or problem.q_lens or problem.k_lens
     if config.is_split(problem):
+        if problem.dropout_p > 0:
+            return "triton", f"it takes no dropout at head sizes over {max(config.BACKWARD)}"
         if varied:
             return "triton", f"it takes sequences of one length at head sizes over {max(config.BACKWARD)}"
         if problem.mask == "blocks":

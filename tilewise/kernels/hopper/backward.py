@@ -28,6 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ... import mask as arithmetic
+from .dropout import drawn, kept, lots_of_keys, stay_between
 from .pipeline import (
     Ring,
     aggregate,
@@ -45,6 +46,7 @@ from .pipeline import (
     ring_of_parts,
     seen_as,
     stacked,
+    stay_behind,
     tma_add,
     tma_load,
     uniform,
@@ -67,7 +69,7 @@ class Rings:
     place of the other two dO and (-L, -delta); blocks are counted on from tile to tile. Of dq, which goes from the consumers
     to their adders, item 2 n + c is consumer c's share of block n's. With a BlockMask the producer alone knows which block
     comes: item n + t of blocks tells consumers and adders (its first share of dQ, its number, its bit tile's place in the
-    pool, or -1), and after a tile's last one (-1, 0, 0).
+    pool, or -1, its head), and after a tile's last one (-1, 0, 0, 0).
     """
 
     tiles: Ring
@@ -98,7 +100,8 @@ class Place:
     """Where a tile of keys is, and the call as its sequence has it."""
 
     first: gl.tensor  # of its sequence's keys
-    b: gl.tensor  # the sequence, or 0 of a packed one: where in Q, K and dK it is
+    s: gl.tensor  # the sequence
+    b: gl.tensor  # that, or 0 of a packed one: where in Q, K and dK it is
     kv: gl.tensor
     before: gl.tensor  # blocks of queries that statistics and dQ have before the sequence's
     dk_start: gl.tensor  # its first row in dK and dV, where their descriptors clip at its end
@@ -106,8 +109,9 @@ class Place:
     call: Call
 
     @gluon.constexpr_function
-    def __init__(self, first, b, kv, before, dk_start, k_span, call):
+    def __init__(self, first, s, b, kv, before, dk_start, k_span, call):
         self.first = first
+        self.s = s
         self.b = b
         self.kv = kv
         self.before = before
@@ -146,10 +150,10 @@ def place_of_keys(tile, call, lengths, O: gl.constexpr):
         first = uniform(gl.where(tile < 0, k_span, tile * KEYS))
         own = call.with_lengths(uniform(q_len), uniform(k_len), O)
         starts = (s, s * q_apart + q_start, s * do_apart + q_start, s * k_apart + k_start, s * v_apart + k_start)
-        return Place(first, b, kv, before, dk_start, k_span, own), starts
+        return Place(first, s, b, kv, before, dk_start, k_span, own), starts
     else:
         none = b * 0
-        return Place(first, b, kv, none, none, call.k_len, call), (b, none, none, none, none)
+        return Place(first, b, b, kv, none, none, call.k_len, call), (b, none, none, none, none)
 
 
 # ---- a tile's message ------------------------------------------------------------------------------------------------
@@ -160,7 +164,7 @@ def tell(rings, t, place, O: gl.constexpr):
     """Tile t's Place, as a message. To find a packed sequence takes one load after the other, and the producer has the time:
     consumers and adders are at the tile before."""
     message = rings.tiles.acquire(t)
-    put(message, 0, (place.first, place.b, place.kv))
+    put(message, 0, (place.first, place.s, place.kv))
     if O.VARIED:
         put(message, 3, (place.call.q_len, place.call.k_len, place.before, place.dk_start, place.k_span))
     rings.tiles.commit(t)
@@ -169,13 +173,16 @@ def tell(rings, t, place, O: gl.constexpr):
 @gluon.jit
 def place_told(first, message, call, O: gl.constexpr):
     """The same, from a message that begins with `first`."""
-    b = number(message, 1)
+    s = number(message, 1)
     kv = number(message, 2)
     if O.VARIED:
+        b = s
+        if O.PACKED:
+            b = s * 0
         own = call.with_lengths(number(message, 3), number(message, 4), O)
-        return Place(first, b, kv, number(message, 5), number(message, 6), number(message, 7), own)
+        return Place(first, s, b, kv, number(message, 5), number(message, 6), number(message, 7), own)
     else:
-        return Place(first, b, kv, b * 0, b * 0, call.k_len, call)
+        return Place(first, s, s, kv, s * 0, s * 0, call.k_len, call)
 
 
 @gluon.jit
@@ -257,7 +264,7 @@ def load_tile(
             for j in range(blocks[0]):
                 i0, bits = visit(blocks, j, lists, 0, O.ROWS)
                 block = i0 // O.ROWS
-                put(rings.blocks.acquire(n + t), 0, (head_share + 2 * block, block, bits))
+                put(rings.blocks.acquire(n + t), 0, (head_share + 2 * block, block, bits, h))
                 rings.blocks.commit(n + t)
                 load_queries(q_desc, do_desc, statistics_desc, n, h, block, place, starts, rings, O)
                 if n == before:
@@ -272,7 +279,7 @@ def load_tile(
     if n == before:
         load_keys(k_desc, v_desc, t, place, starts, rings, O)
     if O.BLOCKS:
-        put(rings.blocks.acquire(n + t), 0, (-1, 0, 0))
+        put(rings.blocks.acquire(n + t), 0, (-1, 0, 0, 0))
         rings.blocks.commit(n + t)
     return n
 
@@ -356,19 +363,16 @@ def begin_with(row):
 
 
 @gluon.jit
-def add_turned(a, b, S):
-    """S + A B^T of two tiles, B's in shared memory; asynchronous, a matmul a part."""
-    for n in gl.static_range(len(a)):
-        S = warpgroup_mma(a[n], b[n].permute([1, 0]), S, is_async=True)
-    return S
+def turned_product(a, b, S):
+    """S + A B^T of two tiles, B's in shared memory; asynchronous, a matmul a part.
 
-
-@gluon.jit
-def turned_product(a, b):
-    """A B^T, the same, begun while others run: ptxas would let no register of a sum be written then."""
-    S = gl.zeros([PIECE, PIECE], gl.float32, accumulator(PIECE))
+    S: None where it is begun while others run, for ptxas would let none of its registers be written then.
+    """
+    FRESH: gl.constexpr = S is None
+    if FRESH:
+        S = gl.zeros([PIECE, PIECE], gl.float32, accumulator(PIECE))
     for n in gl.static_range(len(a)):
-        S = warpgroup_mma(a[n], b[n].permute([1, 0]), S, use_acc=n > 0, is_async=True)
+        S = warpgroup_mma(a[n], b[n].permute([1, 0]), S, use_acc=not FRESH or n > 0, is_async=True)
     return S
 
 
@@ -382,9 +386,13 @@ def add_product(x, b, sums):
 
 
 @gluon.jit
-def score_gradient(S, dP, L, late, first, i0, masked, tile, bits, BEHIND_S: gl.constexpr, BEHIND_DP: gl.constexpr,
-                   dtype: gl.constexpr, call, C: gl.constexpr, O: gl.constexpr):  # fmt: skip
-    """(P, dS) of the scores and dP, than which so many wgmmas are younger. late: what dP did not begin with, or None."""
+def score_gradient(S, dP, L, late, lots, first, i0, masked, tile, bits, BEHIND_S: gl.constexpr,
+                   BEHIND_DP: gl.constexpr, dtype: gl.constexpr, call, C: gl.constexpr, O: gl.constexpr):  # fmt: skip
+    """(P, dS) of the scores and dP, than which so many wgmmas are younger. late: what dP did not begin with, or None.
+
+    lots: which pairs dropout keeps (`drawn`). Of the others dP is 0, and so is the P that dV is made of; what kept ones are
+    multiplied by waits till the end, for both gradients and dQ, and is taken out of delta beforehand.
+    """
     S = warpgroup_mma_wait(BEHIND_S, [S])
     if O.SOFTCAP:
         capped = tanh(S * (call.scale / call.softcap))
@@ -394,10 +402,15 @@ def score_gradient(S, dP, L, late, first, i0, masked, tile, bits, BEHIND_S: gl.c
     if O.BLOCKS and tile >= 0:
         S = bits_mask(S, bits, tile, i0, C)
     P = gl.exp2(S if O.SOFTCAP else S * call.scale)
-    rounded = computed(P.to(dtype))
+    if O.DROPOUT:
+        rounded = computed(kept(P, lots).to(dtype))
+    else:
+        rounded = computed(P.to(dtype))
     if O.SOFTCAP:
         P *= 1.0 - capped * capped
     dP = warpgroup_mma_wait(BEHIND_DP, [dP])
+    if O.DROPOUT:
+        dP = kept(dP, lots)
     if late is not None:
         dP += late[None, :]
     return rounded, (P * dP).to(dtype)
@@ -463,13 +476,14 @@ def shares_before(place, member, a_head, call, C: gl.constexpr):
 
 @gluon.jit
 def block_told(n, rings):
-    """(First share of dQ, number, its bit tile's place or -1) of a block, by item n of rings.blocks."""
+    """(First share of dQ, number, its bit tile's place or -1, head) of a block, by item n of rings.blocks."""
     told = rings.blocks.wait(n)
     share = number(told, 0)
     block = number(told, 1)
     tile = number(told, 2)
+    h = number(told, 3)
     rings.blocks.release(n)
-    return share, block, tile
+    return share, block, tile, h
 
 
 # ---- the adders ------------------------------------------------------------------------------------------------------
@@ -500,11 +514,11 @@ def adder(dq_desc, turns, lengths, rings, call, C: gl.constexpr, O: gl.constexpr
         place = place_told(first, rings.tiles.buffers.index(t % rings.tiles.STAGES), call, O)
         rings.tiles.release(t)
         if O.BLOCKS:
-            share, _, _ = block_told(n + t, rings)
+            share, _, _, _ = block_told(n + t, rings)
             while share >= 0:
                 add_share(dq_desc, n, share + C, rings, C, O)
                 n += 1
-                share, _, _ = block_told(n + t, rings)
+                share, _, _, _ = block_told(n + t, rings)
         else:
             lo, hi = query_blocks(place.first, place.call, O.ROWS)
             a_head = shares_of_head(call, lengths, O)
@@ -544,11 +558,12 @@ def add_share(dq_desc, n, share, rings, C: gl.constexpr, O: gl.constexpr):
 
 @gluon.jit
 def step(
-    dk, dv, held, n, first, i0, free_lo, free_hi, tile, bits, rings, ds_buffers, call, C: gl.constexpr, O: gl.constexpr
-):
-    """(dK, dV) with block n of the queries taken in, and its dQ sent off. tile: its bits' place in the pool, or -1.
+    dk, dv, held, lots, n, h, first, i0, free_lo, free_hi, tile, bits, rings, ds_buffers, call, C: gl.constexpr,
+    O: gl.constexpr,
+):  # fmt: skip
+    """(dK, dV) with block n of head h's queries taken in, and its dQ sent off. tile: its bits' place in the pool, or -1.
 
-    Of 128 queries the second half's S is in flight from the start: the tensor cores have it to do during the first's
+    lots: dropout's. Its words are drawn while the matmuls run whose scores they are for. Of 128 queries the second half's S is in flight from the start: the tensor cores have it to do during the first's
     exponentials, and dP, dV and dK during the second's. held: K and V in registers, or nothing.
     """
     TWO: gl.constexpr = O.ROWS > PIECE
@@ -567,33 +582,54 @@ def step(
 
     q, do, L, delta = queries(rings, at, 0)
     S = begin_with(gl.zeros_like(L) if O.SOFTCAP else L)
-    dP = begin_with(delta)
+    dP = None
+    if not O.DROPOUT:
+        dP = begin_with(delta)
     if TWO:
         q2, do2, L2, delta2 = queries(rings, at, 1)
         S2 = begin_with(gl.zeros_like(L2) if O.SOFTCAP else L2)
-        # All set before the first wgmma: ptxas waits for that before it lets the others' registers be written.
+    # All set before the first wgmma: ptxas waits for that before it lets the others' registers be written.
+    if O.DROPOUT and TWO:
+        S, S2 = warpgroup_mma_wait(0, [S, S2])
+    elif O.DROPOUT:
+        S = warpgroup_mma_wait(0, [S])
+    elif TWO:
         S, dP, S2 = warpgroup_mma_wait(0, [S, dP, S2])
     else:
         S, dP = warpgroup_mma_wait(0, [S, dP])
-    S = add_turned(k, q, S)
-    dP = add_turned(v, do, dP)
+    S = turned_product(k, q, S)
+    dP = turned_product(v, do, dP)
     if TWO:
-        S2 = add_turned(k, q2, S2)
+        S2 = turned_product(k, q2, S2)
 
+    words: gl.tuple = (None, None)
+    late: gl.tuple = (None, delta2 if TWO else None)
+    if O.DROPOUT:
+        stay_behind(n)
+        words = (drawn(lots, h, i0), None)
+        stay_between(words[0], n)
+        late = (delta, late[1])
     masked = (i0 < free_lo) | (i0 + PIECE > free_hi)
     P, dS = score_gradient(
-        S, dP, L, None, first, i0, masked, tile, bits, 2 if TWO else PARTS, 1 if TWO else 0, dtype, call, C, O
-    )
+        S, dP, L, late[0], words[0], first, i0, masked, tile, bits, 2 if TWO else PARTS, 1 if TWO else 0, dtype, call,
+        C, O,
+    )  # fmt: skip
     own_dS.slice(0, PIECE, dim=1).store(dS)
     P = gl.convert_layout(P, operand)
     dS = gl.convert_layout(dS, operand)
     if TWO:
-        dP2 = turned_product(v, do2)
+        dP2 = turned_product(v, do2, None)
     dv = add_product(P, do, dv)
     if TWO:
         dk = add_product(dS, q, dk)
+        if O.DROPOUT:
+            stay_behind(n)
+            words = (None, drawn(lots, h, i0 + PIECE))
+            stay_between(words[1], n)
         masked = (i0 + PIECE < free_lo) | (i0 + 2 * PIECE > free_hi)
-        P2, dS2 = score_gradient(S2, dP2, L2, delta2, first, i0 + PIECE, masked, tile, bits, 3, 2, dtype, call, C, O)
+        P2, dS2 = score_gradient(
+            S2, dP2, L2, late[1], words[1], first, i0 + PIECE, masked, tile, bits, 3, 2, dtype, call, C, O
+        )
         own_dS.slice(PIECE, PIECE, dim=1).store(dS2)
         P2 = gl.convert_layout(P2, operand)
         dS2 = gl.convert_layout(dS2, operand)
@@ -617,8 +653,9 @@ def step(
 
 
 @gluon.jit
-def consumer(dk_desc, dv_desc, ds_buffers, bits, rings, call, C: gl.constexpr, O: gl.constexpr):
+def consumer(dk_desc, dv_desc, ds_buffers, bits, draw, rings, call, C: gl.constexpr, O: gl.constexpr):
     """One warpgroup: keys [64 C, 64 C + 64) of each tile, and a share of each block's dQ. bits: a BlockMask's pool by keys.
+    draw: as `backward_kernel` makes it.
 
     dK and dV are stored through the place that is the next block's dS, so that K and V make room for the next tile's as soon
     as they have been read, or, where blocks have 64 rows and it is too small, through K's and V's.
@@ -644,21 +681,29 @@ def consumer(dk_desc, dv_desc, ds_buffers, bits, rings, call, C: gl.constexpr, O
             held = (in_registers(rings.k.place(C)), in_registers(rings.v.place(C)))
             rings.v.release(2 * t + C)
             wait_for_stores()  # of the tile before
+        lots: gl.tuple = ()
+        if O.DROPOUT:
+            lots = lots_of_keys(draw, place.s, first)
         if O.BLOCKS:
-            share, block, tile = block_told(n + t, rings)
+            share, block, tile, h = block_told(n + t, rings)
             while share >= 0:
                 dk, dv = step(
-                    dk, dv, held, n, first, block * O.ROWS, free_lo, free_hi, tile, bits, rings, ds_buffers, own, C, O
-                )
+                    dk, dv, held, lots, n, h, first, block * O.ROWS, free_lo, free_hi, tile, bits, rings, ds_buffers,
+                    own, C, O,
+                )  # fmt: skip
                 n += 1
-                share, block, tile = block_told(n + t, rings)
+                share, block, tile, h = block_told(n + t, rings)
         else:
-            for _ in range(call.group):
+            for member in range(call.group):
+                h = place.kv * call.group + member
                 for block in range(lo, hi):
                     dk, dv = step(
-                        dk, dv, held, n, first, block * O.ROWS, free_lo, free_hi, -1, bits, rings, ds_buffers, own, C, O
-                    )
+                        dk, dv, held, lots, n, h, first, block * O.ROWS, free_lo, free_hi, -1, bits, rings, ds_buffers,
+                        own, C, O,
+                    )  # fmt: skip
                     n += 1
+        if O.DROPOUT:
+            dk, dv = [part * draw[2] for part in dk], [part * draw[2] for part in dv]
 
         at = rows_at(place.b, place.kv, first, place.dk_start, place.k_span, O.K_CLIPPED)
         dv_place = rings.v.place(C)
@@ -689,18 +734,19 @@ def consumer(dk_desc, dv_desc, ds_buffers, bits, rings, call, C: gl.constexpr, O
     do_not_specialize=[
         "q_len", "k_len", "diagonal", "left", "right", "scale", "softcap", "heads", "group", "tiles", "together", "total",
         "batch", "q_apart", "do_apart", "k_apart", "v_apart", "blocks_b", "blocks_h", "blocks_n", "blocks_m", "base", "j0",
-        "i0",
+        "i0", "b0", "h0", "least", "inverse_keep",
     ]
 )  # fmt: skip
 def backward_kernel(
-    dk, dv, dq, q, k, v, do, statistics, turns, counter, cu_q, cu_k, q_lens, k_lens, full_count, full, mixed_count, mixed,
-    mixed_bits, bits,
+    dk, dv, dq, q, k, v, do, statistics, turns, counter, seed, cu_q, cu_k, q_lens, k_lens, full_count, full, mixed_count,
+    mixed, mixed_bits, bits,
     q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total, batch, q_apart, do_apart,
-    k_apart, v_apart, blocks_b, blocks_h, blocks_n, blocks_m, base, j0, i0, O: gl.constexpr,
+    k_apart, v_apart, blocks_b, blocks_h, blocks_n, blocks_m, base, j0, i0, b0, h0, least, inverse_keep, O: gl.constexpr,
 ):  # fmt: skip
     """TMA descriptors: dk, dv, k, v (B, Hkv, Sk, D) in blocks of 64 rows, q and do (B, Hq, Sq, D) of ROWS;
     statistics (2, B Hq, Sq) fp32, -L and -delta; dq (shares of dQ * 16, 256) fp32, in blocks of a share.
-    turns: an int32 0 of each share, or None. counter: one int32, 0 before the launch and after it.
+    turns: an int32 0 of each share, or None. counter: one int32, 0 before the launch and after it. seed ... inverse_keep: of
+    dropout, as in the forward; of its pairs delta is here without what kept ones are multiplied by.
 
     Packed: all of (1, H, T, D) and statistics (2, Hq, rows). Those of queries are `tensors.ragged` there and with q_lens, those
     of keys there and with k_lens; q_apart ...: how many rows their sequences are apart. full_count ... bits: a BlockMask's
@@ -732,9 +778,10 @@ def backward_kernel(
     lists = (
         full_count, full, mixed_count, mixed, mixed_bits, batch, blocks_b, blocks_h, blocks_n, blocks_m, base, j0, i0,
     )  # fmt: skip
+    draw = (seed, least, inverse_keep, b0, h0, i0, j0)
     gl.warp_specialize([
-        (consumer, (dk, dv, ds_buffers, bits, rings, call, 0, O)),
-        (consumer, (dk, dv, ds_buffers, bits, rings, call, 1, O)),
+        (consumer, (dk, dv, ds_buffers, bits, draw, rings, call, 0, O)),
+        (consumer, (dk, dv, ds_buffers, bits, draw, rings, call, 1, O)),
         (producer, (q, k, v, do, statistics, counter, lengths, lists, rings, call, O)),
         (adder, (dq, turns, lengths, rings, call, 0, O)),
         (adder, (dq, turns, lengths, rings, call, 1, O)),

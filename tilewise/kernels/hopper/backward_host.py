@@ -14,7 +14,7 @@ from ...block_mask import BlockMask
 from ...problem import NOTHING, Aux, Grads, Layout, Origin, Problem
 from ..launch import Box, Ready
 from ..tensors import READY, Memory, Strides, dense_rows, empty_strided, memory, q_shape, ragged, v_shape
-from ..triton.host import LOG2E, side_by_side, strides
+from ..triton.host import LOG2E, dropout, side_by_side, strides
 from . import config
 from .backward import backward_kernel
 from .backward_rows import convert_kernel, prepare_kernel
@@ -48,7 +48,7 @@ def backward(
         turn = turns[0] if turns else None
         start.prepare(o, do, lse, dlse, statistics, accumulator, turn, aux.cu_q, aux.q_lens)
         tiles = counter(device)
-        start.main(dk, dv, accumulator, q, k, v, do, statistics, turn, tiles, *contents(aux, by_query=False))
+        start.main(dk, dv, accumulator, q, k, v, do, statistics, turn, tiles, aux.seed, *contents(aux, by_query=False))
         start.convert(dq, accumulator, aux.cu_q, aux.q_lens)
     return Grads(dq, dk, dv, dsink=None if aux.sink is None else sink_gradient(problem, aux.sink, statistics))
 
@@ -57,7 +57,12 @@ def sink_gradient(problem: Problem, sink: Tensor, statistics: Tensor) -> Tensor:
     """The sum over all rows of P_sink (0 - delta), a sink being a key without a value. -L of rows that have none is -inf."""
     minus_L, minus_delta = statistics.view(2, -1, problem.heads, statistics.shape[2])
     P = torch.exp(sink.float()[:, None] + minus_L / unit_of(problem))
-    return (P * minus_delta).sum((0, 2)).to(sink.dtype)
+    return (P * minus_delta / kept_of(problem)).sum((0, 2)).to(sink.dtype)
+
+
+def kept_of(problem: Problem) -> float:
+    """What dropout keeps, times which the fused main kernel's delta and dS are; of nothing kept they are what they are."""
+    return 1.0 - problem.dropout_p if problem.dropout_p < 1 else 1.0
 
 
 def unit_of(problem: Problem) -> float:
@@ -144,6 +149,7 @@ class Options:
     TOP_LEFT: bool
     BLOCKS: bool
     CUT: bool  # some of a BlockMask's tiles may not be wanted
+    DROPOUT: bool
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
 
@@ -173,7 +179,7 @@ class Options:
             MASKED=varied or not band.is_full or problem.k_len % BACKWARD_KEYS > 0, SOFTCAP=problem.softcap > 0,
             ORDERED=problem.deterministic, PACKED=packed, Q_LENS=problem.q_lens, K_LENS=problem.k_lens,
             TOP_LEFT=varied and band.align == "top_left", BLOCKS=blocks,
-            CUT=blocks and (varied or not band.is_full or part),
+            CUT=blocks and (varied or not band.is_full or part), DROPOUT=problem.dropout_p > 0,
             CONSUMER_REGISTERS=consumer_registers, PRODUCER_REGISTERS=producer_registers,
         )  # fmt: skip
 
@@ -182,7 +188,7 @@ class Launches(NamedTuple):
     """The three launches, and what they fill."""
 
     prepare: Ready  # (o, do, lse, dlse, statistics, accumulator, turns, cu_q, q_lens)
-    main: Ready  # (dk, dv, accumulator, q, k, v, do, statistics, turns, counter, *contents)
+    main: Ready  # (dk, dv, accumulator, q, k, v, do, statistics, turns, counter, seed, *contents)
     convert: Ready  # (dq, accumulator, cu_q, q_lens)
     memory: tuple[Memory, ...]  # dq, dk, dv, statistics, accumulator, and turns where dQ is added up in one order
 
@@ -193,7 +199,7 @@ def launches_of(
 ) -> Launches:
     """at_once: how many programs the device holds. lists: `host.lists_of`. of_rows: the strides of do, q, k, v."""
     wide = config.backward_width(max(problem.qk_dim, problem.v_dim))
-    cfg = config.BACKWARD[wide]
+    cfg = config.backward_of(problem)
     options = Options.of(problem, cfg, wide, is_part(problem, origin, lists))
     dq, dk, dv = gradients_of(problem)
     statistics = statistics_of(problem)
@@ -216,16 +222,18 @@ def launches_of(
     size = problem.q_len * problem.group * wide * (2 * problem.dtype.itemsize + 4)  # Q, dO and dQ of a group
     together = heads_at_once(problem, size, in_turn=options.ORDERED)
     b0, h0, i0, j0 = origin
+    least, kept = dropout(problem.dropout_p)[0], kept_of(problem)
     numbers = (
         *numbers_of(problem, origin, problem.k_len, BACKWARD_KEYS, problem.kv_heads, together), problem.batch,
-        *(rows_apart(problem, x) for x in (of_q, of_do, of_k, of_v)), *lists, b0 * lists[0] + h0 * lists[1], j0, i0,
+        *(rows_apart(problem, x) for x in (of_q, of_do, of_k, of_v)), *lists, b0 * lists[0] + h0 * lists[1], j0, i0, b0, h0,
+        least, 1.0 / kept,
     )  # fmt: skip
     along = (0,) * 3 if of_dlse is None else (*(0,) * (3 - len(of_dlse)), *of_dlse)
     which = {"PACKED": options.PACKED, "Q_LENS": options.Q_LENS}
     return Launches(
         Ready(
             prepare_kernel, (heads * padded // PREPARED,),
-            (problem.heads, problem.q_len, padded, heads, unit_of(problem), *strides(of_do), *along, problem.batch),
+            (problem.heads, problem.q_len, padded, heads, unit_of(problem), kept, *strides(of_do), *along, problem.batch),
             {"DV": problem.v_dim, "WIDTH": wide, "ROWS": PREPARED, **which}, 4, 1,
         ),
         Ready(
@@ -233,7 +241,7 @@ def launches_of(
         ),
         Ready(
             convert_kernel, (heads * padded // PIECE * (wide // columns),),
-            (problem.q_len, padded, problem.scale, problem.heads, problem.batch),
+            (problem.q_len, padded, problem.scale / kept, problem.heads, problem.batch),
             {"D": problem.qk_dim, "WIDTH": wide, "COLUMNS": columns, **which}, 4, 1,
         ),
         (dq, dk, dv, statistics, accumulator, *turns),

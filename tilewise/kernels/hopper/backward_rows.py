@@ -30,19 +30,19 @@ def place_of_rows(first, bh, heads, batch, q_len, cu_q, q_lens, PACKED: tl.const
 
 @triton.jit(
     do_not_specialize=[
-        "heads", "q_len", "padded", "total", "scale", "do_b", "do_h", "do_r", "dlse_b", "dlse_h", "dlse_r", "batch",
+        "heads", "q_len", "padded", "total", "scale", "keep", "do_b", "do_h", "do_r", "dlse_b", "dlse_h", "dlse_r", "batch",
     ]
 )  # fmt: skip
 def prepare_kernel(
-    o, do, lse, dlse, statistics, dq, turns, cu_q, q_lens, heads, q_len, padded, total, scale, do_b, do_h, do_r, dlse_b,
-    dlse_h, dlse_r, batch,
+    o, do, lse, dlse, statistics, dq, turns, cu_q, q_lens, heads, q_len, padded, total, scale, keep, do_b, do_h, do_r,
+    dlse_b, dlse_h, dlse_r, batch,
     DV: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, Q_LENS: tl.constexpr,
 ):  # fmt: skip
     """-L and -delta of ROWS queries, and zeros for their dQ and for its `turns`, where these are given.
 
     o (B, Hq, Sq, DV) and lse (B, Hq, Sq), or packed (T, Hq, DV) and (Hq, T): contiguous. do's strides: in units of 8
     elements. statistics: (2, total = B Hq, padded), L in the unit of the main kernel's scores, which `scale` makes of lse. P
-    of an empty row, and behind the last one in use, is to be 0: its L is +inf.
+    of an empty row, and behind the last one in use, is to be 0: its L is +inf. keep: what dropout keeps, times which delta is.
     """
     tiles = padded // ROWS
     bh = (tl.program_id(0) // tiles).to(tl.int64)
@@ -67,7 +67,7 @@ def prepare_kernel(
     L = tl.load(lse + bh * q_len + (start + rows), mask=rows < used, other=-float("inf"))
     at = bh * padded + (first + tl.arange(0, ROWS))
     tl.store(statistics + at, tl.where(L == -float("inf"), L, -L * scale))
-    tl.store(statistics + total * padded.to(tl.int64) + at, -delta)
+    tl.store(statistics + total * padded.to(tl.int64) + at, -delta * keep)
     SIDE: tl.constexpr = WIDTH & -WIDTH
     for part in tl.static_range(WIDTH // SIDE):
         at = (bh * padded + first) * WIDTH + part * ROWS * SIDE + tl.arange(0, ROWS * SIDE)

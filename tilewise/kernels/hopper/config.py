@@ -188,6 +188,12 @@ def backward_width(size: int) -> int:
     return width(size, tuple(BACKWARD))
 
 
+def backward_of(problem: Problem) -> Backward:
+    """The configuration of the fused backward. Beside dropout's words K and V have no registers."""
+    row = BACKWARD[backward_width(max(problem.qk_dim, problem.v_dim))]
+    return replace(row, held=False) if problem.dropout_p > 0 else row
+
+
 def dq_columns(wide: int) -> int:
     """Of dQ those that are added and rounded at once, 64 rows of them: of each consumer's share a divisor."""
     return min(PIECE, wide & -wide)
