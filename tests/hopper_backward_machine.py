@@ -15,7 +15,7 @@ from typing import Any
 from hopper_machine import APART, NO_LISTS, Anything, Barrier, Buffers, Scheduler, _Descriptor, _Int, _Language
 
 from tilewise import mask
-from tilewise.kernels.hopper import backward, config, pipeline, steps, walk
+from tilewise.kernels.hopper import backward, backward_steps, config, pipeline, steps, walk
 from tilewise.kernels.tensors import FAR
 
 CALL = (
@@ -249,13 +249,12 @@ class BackwardBlock:
             "buffers_of": lambda n, _, name: tuple(self.buffers(name, n, self.sides)), "ring_of_parts": self.ring,
             "ring_of": lambda buffers, readers: self.ring((buffers,), readers), "Rings": self.rings_of,
             "lots_of_keys": lambda _, *keys: keys, "drawn": lambda lots, *queries: (*lots, *queries),
-            "stay_behind": lambda _: None, "stay_between": lambda *_: None,
             "TILE": 128, "FAR": FAR, "Place": self.place_of, "Call": self.call_of,
             "put": self.put, "number": self.number,
             "below": lambda list, n, tile: sum(x < tile for x in list.data[list.at :][:n]),
         }  # fmt: skip
         for name in PLAYED & set(plain.__code__.co_names):
-            home = next(module for module in (backward, walk, pipeline) if hasattr(module, name))
+            home = next(module for module in (backward, backward_steps, walk, pipeline) if hasattr(module, name))
             names[name] = self.rewired(getattr(home, name))
         return FunctionType(plain.__code__, names, plain.__name__)
 

@@ -1,7 +1,7 @@
 """The two small kernels around the fused backward: what its accumulators begin with, and dQ from fp32.
 
 They only move bytes, in Triton: what is reckoned for a row, not for a pair. Statistics and the accumulator have 128 rows or a
-multiple for each sequence (`place_of_rows`); what lies where in the accumulator is told by `backward.put_share`.
+multiple for each sequence (`place_of_rows`); what lies where in the accumulator is told by `backward_steps.put_share`.
 
 Source: FlashAttention-2 (Dao, 2023), algorithm 2, line 4 (delta), and FlashAttention-3 (Shah et al., 2024), appendix B.1.
 """

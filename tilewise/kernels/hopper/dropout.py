@@ -217,15 +217,6 @@ def _pairs():
     return ",".join(["=&f"] * 32 + ["f"] * 32 + ["r"] * 32)
 
 
-@gluon.jit
-def stay_between(word, n):
-    """The word is computed before what follows, as `stay_before` has it. n >= 0."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.lt.s32 p, $2, 0; setp.eq.and.b32 p, $1, 0, p; mov.b32 $0, 0; @p st.volatile.shared.b32 [$0], $1; }",
-        "=&r,r,r", [word, n], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
 @gluon.constexpr_function
 def _draw():
     """The rest of a call, and of its word n bit 2 n of operand 0. Operands 1 to 5 are what round 3 is made of; then as `_drop`."""
