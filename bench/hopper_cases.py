@@ -52,7 +52,8 @@ def cells(setting: Setting) -> list[Cell]:
     found += [form_cell(setting, direction, form) for direction in both for form in forms(setting)]
     found += [mixed(setting, direction, mask) for direction in both for mask in ("full", "causal")]
     found += [both_dtypes(setting, direction, d) for direction in both for d in (64, 128, 256)]
-    found += [with_dropout(setting, d) for d in (64, 128, 256)]
+    found += [with_dropout(setting, "forward", d) for d in (64, 128, 256)]
+    found += [with_dropout(setting, "backward", d) for d in (64, 128)]  # of wider heads it is Triton's
     found += [of_documents(setting, *what) for what in (("forward", ">= 1.5"), ("backward", ">= 1.3"))]
     return [cell for cell in found if cell.peers]
 
@@ -156,8 +157,8 @@ def both_dtypes(setting: Setting, direction: str, d: int) -> Cell:
     )  # fmt: skip
 
 
-def with_dropout(setting: Setting, d: int) -> Cell:
-    """The forward with dropout beside Triton's, whose bits it has, and beside who draws numbers of their own."""
+def with_dropout(setting: Setting, direction: str, d: int) -> Cell:
+    """A direction with dropout beside Triton's, whose bits it has, and beside who draws numbers of their own."""
     seq = setting.tokens // 4
     batch, heads, p = setting.tokens // seq, setting.heads(d), 0.1
     other = replace(setting, backend="triton") if setting.backend == "hopper" else setting  # the CPU has only one
@@ -171,10 +172,10 @@ def with_dropout(setting: Setting, d: int) -> Cell:
                 return ours(other, mask=causal, dropout_p=p, seed=1)
             return lambda: by_pytorch(peer.name, True, dropout_p=p)
 
-        return compared(ours(setting, mask=causal, dropout_p=p, seed=1), attend_of, peers, inputs, "forward")
+        return compared(ours(setting, mask=causal, dropout_p=p, seed=1), attend_of, peers, inputs, direction)
 
-    flops = OPERATIONS["forward"] * batch * heads * d * pairs("causal", seq)
-    return Cell(Row("hopper dropout", "forward", "bf16", d, "causal", seq), peers, flops, build)
+    flops = OPERATIONS[direction] * batch * heads * d * pairs("causal", seq)
+    return Cell(Row("hopper dropout", direction, "bf16", d, "causal", seq), peers, flops, build)
 
 
 # --- other forms ---------------------------------------------------------------------------------------------------
