@@ -83,6 +83,7 @@ LAYERS = (
     ("autograd", "cache"),
     ("dispatch",),
     ("algorithm", "kernels"),
+    ("problem_cached",),
     ("problem",),
     ("block_mask",),
     ("mask",),
