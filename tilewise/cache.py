@@ -19,7 +19,13 @@ from torch import Tensor
 from .dispatch import choose
 from .problem import Aux, Layout, MaskLike, Problem
 from .problem_cached import (
-    BAD_PAGE, PAST_END, CacheShape, Rotary, check_cached_contents, checks_contents, of_cached,
+    BAD_PAGE,
+    PAST_END,
+    CacheShape,
+    Rotary,
+    check_cached_contents,
+    checks_contents,
+    of_cached,
 )  # fmt: skip
 
 FAULTS = {
@@ -34,8 +40,8 @@ class KVCache:
 
     Made by `contiguous` or `paged`, or around tensors that are there already:
 
-    k: (slots, Hkv, S_max, D), any strides; paged (pages, Hkv, page_size, D), page_size 1 to 256. q's dtype, or
-        fp8 (torch.float8_e4m3fn). Users of (slots, S_max, Hkv, D) pass `x.transpose(1, 2)`, of (layers, ...) a layer's view.
+    k: (slots, Hkv, S_max, D), any strides; paged (pages, Hkv, page_size, D), page_size 1 to 256. q's dtype, or fp8
+        as torch.float8_e4m3fn. (slots, S_max, Hkv, D) comes as `x.transpose(1, 2)`, a layer of (layers, ...) as a view.
     v: the same with Dv. A view of k's first columns, `k[..., :Dv]`, is stored with k (multi-head latent attention).
     lengths: int32 (slots,), contiguous: how many keys each sequence has. `append` advances it, on the device.
     pages: int32 (slots, max_pages), contiguous: key j of sequence s is in page pages[s, j // page_size]. What no key
@@ -217,6 +223,8 @@ def _cascade(
 
     own, shared = _parts(problem, prefix.shape)
     before = prefix.lengths.expand(problem.batch).contiguous()
+    if aux.rows is not None:  # who is absent sees no prefix either
+        before = before * _places(aux.rows, cache.shape.slots)[1]
     # Positions of the own part begin where the prefix ends; no key lies before it.
     mine = replace(aux, sink=None, starts=None if own.cache is None or not own.cache.starts else -before)
     module = choose(own, backend)

@@ -16,8 +16,23 @@ import torch
 from torch import Tensor
 
 from .problem import (
-    DTYPES, Aux, HashedOnce, Layout, MaskLike, Problem, _check_contents, _check_cu, _check_device, _check_lens,
-    _check_vector, _checked, _finite, _is_tensor, _shape, device_name, split_mask,
+    DTYPES,
+    Aux,
+    HashedOnce,
+    Layout,
+    MaskLike,
+    Problem,
+    _check_contents,
+    _check_cu,
+    _check_device,
+    _check_lens,
+    _check_vector,
+    _checked,
+    _finite,
+    _is_tensor,
+    _shape,
+    device_name,
+    split_mask,
 )  # fmt: skip
 
 FP8 = torch.float8_e4m3fn
