@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from cache_cases import BF16, F16, FP8, CacheCase, ints, same_bits, sample
-from close import assert_close
 from torch import Tensor
 
 import tilewise
@@ -207,15 +206,13 @@ def test_fp8_is_rounded_and_clamped(backend: str) -> None:
 
 
 def test_layers_whose_strides_pass_2_31(backend: str) -> None:
-    """(layers, slots, S, H, D) in one array: 8 GiB of addresses, of which a few pages are touched."""
-    memory = torch.empty(2**32, dtype=F16)
-    shape, strides = (2, 2, 40, 16), (2**31 - 2**11, 16, 32, 1)
-    k, v = (memory[n:].as_strided(shape, strides) for n in (2**11, 2**12))
+    """A layer of (slots, layers, ...) in one array: 4 GiB of addresses, of which a few pages are touched."""
+    memory = torch.empty(2**31 + 2**13, dtype=F16)
+    k, v = (memory[n:].as_strided((2, 2, 40, 16), (2**31, 16, 32, 1)) for n in (2**11, 2**12))
     cache = KVCache(k, v, ints([0, 0]))
-    new_k, new_v, q = torch.randn(3, 2, 2, 33, 16).half()
+    q, new_k, new_v = torch.randn(3, 2, 2, 33, 16).half()
     o = tilewise.attention_cached(q, cache, k=new_k, v=new_v, backend=backend)
     assert torch.equal(k[1, :, :33], new_k[1])
-    assert_close({"o": o}, q, new_k, new_v, None, None, mask=causal) if False else None
     assert torch.equal(o, tilewise.attention(q, new_k, new_v, mask=causal, backend=backend))
 
 
@@ -303,8 +300,8 @@ def test_garbage_lengths_are_clamped(backend: str) -> None:
     o = tilewise.attention_cached(q, cache, backend=backend, q_lens=ints([1, 40, -3]))
     assert (o[[0, 2]] == 0).all()
     assert (o[1] - 0.5).abs().max() < 1e-6
-    o = tilewise.attention_cached(q.flatten(0, 2).view(3, 2, 2)[..., :1].expand(3, 2, 4), cache, backend=backend,
-                                  cu_seqlens_q=ints([-4, 90, 2, 1]))  # fmt: skip
+    packed = torch.ones(3, 2, 4)
+    o = tilewise.attention_cached(packed, cache, cu_seqlens_q=ints([-4, 90, 2, 1]), backend=backend)
     assert o.isfinite().all()
 
 

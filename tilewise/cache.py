@@ -9,11 +9,13 @@ replays while the cache grows. What would be written outside the cache is not wr
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import choose
@@ -32,6 +34,9 @@ FAULTS = {
     PAST_END: "keys past the end of a sequence's room were not stored",
     BAD_PAGE: "pages or rows out of range were not written, nor read",
 }
+
+
+VECTORS = 64  # whole vectors of any CPU, unrolled
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -238,17 +243,21 @@ def _cascade(
         choose(shared, backend).attend(shared, q, prefix.k, prefix.v, theirs),
         module.attend(own, q, cache.k, cache.v, mine),
     )
+    packed = problem.q_layout is Layout.PACKED
     states = []
     for o, lse in answers:
-        lse = lse[None] if problem.q_layout is Layout.PACKED else lse  # (B, Hq, Sq)
-        o = o.transpose(0, 1)[None] if problem.q_layout is Layout.PACKED else o
+        if packed:
+            o, lse = o.transpose(0, 1)[None], lse[None]  # (1, Hq, T, Dv) and (1, Hq, T)
+        if q.device.type == "cpu":  # torch's exp2 of the last few elements is another than of those before them
+            rows = -lse.shape[2] % VECTORS
+            o, lse = F.pad(o, (0, 0, 0, rows)), F.pad(lse, (0, rows), value=-math.inf)
         m = lse[..., None] * LOG2E
-        states.append(State(m, (m > -torch.inf).to(m.dtype), o.to(m.dtype)))
-    sink = None if aux.sink is None else aux.sink.to(lse.dtype)[:, None, None] * LOG2E
+        states.append(State(m, (m > -math.inf).to(m.dtype), o))
+    sink = None if aux.sink is None else aux.sink.to(m.dtype)[:, None, None] * LOG2E
     o, lse = states[0].merge(states[1]).finalize(sink)
-    if problem.q_layout is Layout.PACKED:
-        o, lse = o[0].transpose(0, 1), lse[0]
-    return o.to(q.dtype), lse
+    rows = problem.q_len
+    o, lse = o[:, :, :rows].to(q.dtype), lse[:, :, :rows]
+    return (o[0].transpose(0, 1), lse[0]) if packed else (o, lse)
 
 
 @lru_cache(maxsize=512)

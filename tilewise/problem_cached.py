@@ -334,8 +334,9 @@ def _check_rotary(rotary: Any, shape: CacheShape, q: Tensor) -> tuple[str | None
 def _check_prefix(prefix: CacheShape, shape: CacheShape) -> None:
     if prefix.slots != 1:
         raise ValueError(f"prefix holds {prefix.slots} sequences: it must hold the one that all others share")
-    if prefix.starts:
-        raise ValueError("prefix has starts: a shared prefix must not be padded")
+    for name, cache in (("prefix", prefix), ("cache", shape)):
+        if cache.starts:
+            raise ValueError(f"{name} has starts: padding cannot lie before a shared prefix, nor behind it")
     if prefix.device != shape.device:
         raise ValueError(f"prefix is on {prefix.device}, the cache on {shape.device}: they must be on one device")
     for name in ("kv_heads", "qk_dim", "v_dim"):
