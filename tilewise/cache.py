@@ -36,6 +36,7 @@ FAULTS = {
 }
 
 
+Places = tuple[Tensor, Tensor]
 VECTORS = 64  # whole vectors of any CPU, unrolled
 
 
@@ -129,13 +130,14 @@ class KVCache:
 
         ValueError, TypeError: as `attention_cached`; nothing is stored then.
         """
-        call = (rotary, lens, cu_seqlens, rows)
-        problem = of_cached(self.shape, k, None, v, rotary=rotary, q_lens=lens, cu_seqlens=cu_seqlens, rows=rows,
-                            appending=True)  # fmt: skip
-        aux = self._aux(problem, *call)
+        problem = of_cached(
+            self.shape, k, None, v, rotary=rotary, q_lens=lens, cu_seqlens=cu_seqlens, rows=rows, appending=True
+        )
+        places = None if rows is None else _places(rows, self.shape.slots)
+        aux = self._aux(places, rotary, lens, cu_seqlens, rows)
         if checks_contents(self.k.device):
             check_cached_contents(problem, aux, appending=True)
-        self._append(choose(problem, backend), problem, k, v, aux)
+        self._append(choose(problem, backend), problem, k, v, aux, places)
 
     def stored(self, slot: int) -> tuple[Tensor, Tensor]:
         """What is stored of one sequence, dense: (Hkv, length, D) and (Hkv, length, Dv), fp8 as fp32. Synchronises."""
@@ -165,15 +167,14 @@ class KVCache:
             raise ValueError("; ".join(sentence for bit, sentence in FAULTS.items() if noted & bit))
 
     def _aux(
-        self, problem: Problem, rotary: Rotary | None = None, q_lens: Tensor | None = None,
-        cu_seqlens: Tensor | None = None, rows: Tensor | None = None, sink: Tensor | None = None,
-        slopes: Tensor | None = None,
+        self, places: Places | None, rotary: Rotary | None, q_lens: Tensor | None, cu_seqlens: Tensor | None,
+        rows: Tensor | None, sink: Tensor | None = None, slopes: Tensor | None = None,
     ) -> Aux:  # fmt: skip
         """The call's tensors; lengths and starts are those of its sequences."""
         lengths, starts = self.lengths, self.starts
-        if rows is not None:
-            at, here = _places(rows, self.shape.slots)
-            lengths = lengths.index_select(0, at) * here if self.shape.slots else torch.zeros_like(rows)
+        if places is not None:
+            at, here = places
+            lengths = lengths.index_select(0, at) * here if self.shape.slots else torch.zeros_like(here)
             starts = None if starts is None else starts.index_select(0, at)
         cos, sin = (None, None) if rotary is None else rotary[:2]
         return Aux(
@@ -182,15 +183,17 @@ class KVCache:
             status=self.status,
         )  # fmt: skip
 
-    def _append(self, module: Any, problem: Problem, k: Tensor, v: Tensor | None, aux: Aux) -> None:
+    def _append(
+        self, module: Any, problem: Problem, k: Tensor, v: Tensor | None, aux: Aux, places: Places | None
+    ) -> None:
         """Store, and then advance both the cache's lengths and aux's, which without rows are one tensor."""
         assert aux.k_lens is not None
         module.append(problem, k, v, self.k, self.v, aux)
         n = _new(problem, aux)
-        if aux.rows is None:
+        if places is None:
             self.lengths.add_(n).clamp_(0, self.shape.capacity)
         elif self.shape.slots:
-            at, here = _places(aux.rows, self.shape.slots)
+            at, here = places
             gain = (aux.k_lens + n).clamp_(0, self.shape.capacity).sub_(aux.k_lens).mul_(here)
             self.lengths.index_add_(0, at, gain)
             aux.k_lens.add_(gain)
@@ -207,34 +210,34 @@ def attend(
         rotary=rotary, q_lens=q_lens, cu_seqlens=cu_seqlens_q, rows=rows,
         prefix=None if prefix is None else prefix.shape,
     )  # fmt: skip
-    aux = cache._aux(problem, rotary, q_lens, cu_seqlens_q, rows, sink, alibi_slopes)
-    appending = k is not None
+    places = None if rows is None else _places(rows, cache.shape.slots)
+    aux = cache._aux(places, rotary, q_lens, cu_seqlens_q, rows, sink, alibi_slopes)
     if checks_contents(q.device):
-        check_cached_contents(problem, aux, appending)
+        check_cached_contents(problem, aux, appending=k is not None)
     if prefix is not None:
-        return _cascade(cache, prefix, problem, q, k, v, aux, backend)
+        return _cascade(cache, prefix, problem, q, k, v, aux, places, backend)
     module = choose(problem, backend)
     if k is not None:
-        cache._append(module, problem, k, v, aux)
+        cache._append(module, problem, k, v, aux, places)
     return module.attend(problem, q, cache.k, cache.v, aux)
 
 
 def _cascade(
     cache: KVCache, prefix: KVCache, problem: Problem, q: Tensor, k: Tensor | None, v: Tensor | None, aux: Aux,
-    backend: str | None,
+    places: Places | None, backend: str | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A prefix that all sequences share is attended by all of them at once, then each its own keys; both are merged."""
     from .algorithm.online_softmax import LOG2E, State  # with torch alone, but not when tilewise is imported
 
     own, shared = _parts(problem, prefix.shape)
     before = prefix.lengths.expand(problem.batch).contiguous()
-    if aux.rows is not None:  # who is absent sees no prefix either
-        before = before * _places(aux.rows, cache.shape.slots)[1]
+    if places is not None:  # who is absent sees no prefix either
+        before = before * places[1]
     # Positions of the own part begin where the prefix ends; no key lies before it.
     mine = replace(aux, sink=None, starts=None if own.cache is None or not own.cache.starts else -before)
     module = choose(own, backend)
     if k is not None:
-        cache._append(module, own, k, v, mine)
+        cache._append(module, own, k, v, mine, places)
     theirs = replace(
         mine, k_lens=before, pages=prefix.pages, rows=None, starts=None, after=mine.k_lens, k_scale=prefix.k_scale,
         v_scale=prefix.v_scale, status=prefix.status,
@@ -273,9 +276,10 @@ def _parts(problem: Problem, prefix: CacheShape) -> tuple[Problem, Problem]:
     return own, replace(own, k_len=prefix.capacity, k_layout=layout, cache=cache)
 
 
-def _places(rows: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+def _places(rows: Tensor, slots: int) -> Places:
     """Rows that can be looked up, and 1 where they are those that were asked for, else 0."""
-    return rows.clamp(0, max(slots - 1, 0)), ((rows >= 0) & (rows < slots)).to(torch.int32)
+    at = rows.clamp(0, max(slots - 1, 0))
+    return at, at.eq(rows).to(torch.int32) if slots else torch.zeros_like(rows)
 
 
 def _new(problem: Problem, aux: Aux) -> Tensor | int:
