@@ -41,6 +41,13 @@ NAMED = {
 }  # fmt: skip
 
 
+NAMED |= {
+    f"head sizes {d}, {v}": CacheCase(heads=2, kv_heads=1, dim=d, v_dim=v, page=page, dtype=F16,
+                                       stored=(7, 40), new=(1, 1))
+    for d, v, page in ((1, 1, 7), (40, 24, None), (111, 72, 16), (192, 128, 64), (64, 512, 16), (512, 512, None))
+}  # fmt: skip
+
+
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU's hot path: contents are not looked at."""

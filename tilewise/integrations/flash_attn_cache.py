@@ -67,12 +67,7 @@ def flash_attn_with_kvcache(
     >>> torch.allclose(o, v), torch.equal(k_cache[:, 0], k[:, 0])
     (True, True)
     """
-    if k is not None and cache_seqlens is None:
-        raise ValueError("cache_seqlens is None: where k is to be written must be given")
-    if (rotary_cos is None) != (rotary_sin is None) or (rotary_cos is not None and k is None):
-        raise ValueError("rotary_cos and rotary_sin must be given both, and with k")
-    if block_table is not None and cache_batch_idx is not None:
-        raise ValueError("cache_batch_idx was given with a block_table: its rows are the call's sequences already")
+    _check(k, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
     q, k_cache, v_cache = q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     if block_table is None and cache_batch_idx is None:
         k_cache, v_cache = k_cache[: len(q)], v_cache[: len(q)]
@@ -106,6 +101,19 @@ def flash_attn_with_kvcache(
     o, lse = choose(problem).attend(problem, q, k_cache, v_cache, aux)
     o = o.transpose(1, 2).contiguous()
     return (o, lse) if return_softmax_lse else o
+
+
+def _check(
+    k: Tensor | None, rotary_cos: Tensor | None, rotary_sin: Tensor | None, cache_seqlens: int | Tensor | None,
+    cache_batch_idx: Tensor | None, block_table: Tensor | None,
+) -> None:  # fmt: skip
+    """What belongs together in this function's arguments alone."""
+    if k is not None and cache_seqlens is None:
+        raise ValueError("cache_seqlens is None: where k is to be written must be given")
+    if (rotary_cos is None) != (rotary_sin is None) or (rotary_cos is not None and k is None):
+        raise ValueError("rotary_cos and rotary_sin must be given both, and with k")
+    if block_table is not None and cache_batch_idx is not None:
+        raise ValueError("cache_batch_idx was given with a block_table: its rows are the call's sequences already")
 
 
 def _lengths(cache_seqlens: int | Tensor | None, q: Tensor, k_cache: Tensor, block_table: Tensor | None) -> Tensor:
