@@ -236,6 +236,34 @@ def test_nothing_to_do(shape: tuple[int, int, int], backend: str) -> None:
     assert (lse == -torch.inf).all()
 
 
+@pytest.mark.parametrize("kind", ["rotary and a prefix", "latent"])
+def test_compiled(kind: str) -> None:
+    """One graph, the bits of eager code, and no new graph as the cache grows."""
+    latent = kind == "latent"
+    prefix, options = KVCache.contiguous(1, 2, 9, 8), {}
+    prefix.append(*torch.randn(2, 1, 2, 9, 8))
+    if not latent:
+        angle = torch.randn(64, 4)
+        options = {"rotary": Rotary(angle.cos(), angle.sin(), "interleaved"), "prefix": prefix}
+
+    def step(q: Tensor, k: Tensor, v: Tensor | None, cache: KVCache) -> tuple[Tensor, Tensor]:
+        cache.append(k, v)
+        return tilewise.attention_cached(2 * q, cache, k=k, v=v, return_lse=True, mask=sliding_window(5), **options)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    caches = [KVCache.contiguous(2, 2, 20, 8, 4 if latent else 8, v_in_k=latent) for _ in range(2)]
+    for _ in range(4):
+        q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 1, 8), None if latent else torch.randn(2, 2, 1, 8)
+        for got, expected in zip(compiled(q, k, v, caches[0]), step(q, k, v, caches[1]), strict=True):
+            assert torch.equal(got, expected)
+    assert caches[0].lengths.tolist() == caches[1].lengths.tolist() == [8, 8]
+    for slot in range(2):
+        assert torch.equal(caches[0].stored(slot)[0], caches[1].stored(slot)[0])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
+
+
 # ---- the hot path: what does not fit is left out, and noted ------------------------------------------------------
 
 

@@ -122,6 +122,7 @@ def test_lengths_by_number_and_slots_twice() -> None:
         ({"rotary_cos": TABLE}, ValueError, "given both"),
         ({"k": None, "v": None, "rotary_cos": TABLE, "rotary_sin": TABLE}, ValueError, "with k"),
         ({"v": None}, TypeError, "v is None"),
+        ({"cache_leftpad": ints([0])}, ValueError, "cache_leftpad is"),
         ({"cache_seqlens": ints([8, 9])}, ValueError, "gets 1 more"),
         ({"block_table": ints([[0], [1]]), "cache_batch_idx": ints([0, 1])}, ValueError, "cache_batch_idx"),
     ],

@@ -80,6 +80,7 @@ LAYERS = (
     ("integrations", "parallel", "examples"),
     ("__init__",),
     ("api",),
+    ("cache_op",),
     ("autograd", "cache"),
     ("dispatch",),
     ("algorithm", "kernels"),

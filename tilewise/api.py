@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from . import cache as caches
+from . import cache_op
 from .autograd import attend, attend_traced
-from .cache import KVCache
+from .cache import KVCache, attend_cached
 from .mask import causal
 from .problem import MaskLike, Problem
 from .problem_cached import Rotary
@@ -200,7 +200,8 @@ def attention_cached(
     if not isinstance(cache, KVCache) or not (prefix is None or isinstance(prefix, KVCache)):
         name, wrong = ("prefix", prefix) if isinstance(cache, KVCache) else ("cache", cache)
         raise TypeError(f"{name} is a {type(wrong).__name__}: it must be a tilewise.KVCache")
-    o, lse = caches.attend(
+    run = cache_op.attend_traced if torch.compiler.is_compiling() else attend_cached
+    o, lse = run(
         cache, q, k, v, mask, scale, softcap, sink, alibi_slopes, rotary, q_lens, cu_seqlens_q, rows, prefix, backend
     )
     return (o, lse) if return_lse else o

@@ -130,6 +130,10 @@ class KVCache:
 
         ValueError, TypeError: as `attention_cached`; nothing is stored then.
         """
+        if torch.compiler.is_compiling():
+            from .cache_op import append_traced
+
+            return append_traced(self, k, v, rotary, rows, lens, cu_seqlens, backend)
         problem = of_cached(
             self.shape, k, None, v, rotary=rotary, q_lens=lens, cu_seqlens=cu_seqlens, rows=rows, appending=True
         )
@@ -199,7 +203,7 @@ class KVCache:
             aux.k_lens.add_(gain)
 
 
-def attend(
+def attend_cached(
     cache: KVCache, q: Tensor, k: Tensor | None, v: Tensor | None, mask: MaskLike, scale: float | None, softcap: float,
     sink: Tensor | None, alibi_slopes: Tensor | None, rotary: Rotary | None, q_lens: Tensor | None,
     cu_seqlens_q: Tensor | None, rows: Tensor | None, prefix: KVCache | None, backend: str | None,

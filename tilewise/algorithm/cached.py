@@ -24,6 +24,7 @@ from . import tiling
 from .cells import Cell, extents
 from .forward import flash_attention_2
 from .online_softmax import LOG2E
+from .tiles import ALIGN
 
 
 def append(problem: Problem, k_new: Tensor, v_new: Tensor | None, k: Tensor, v: Tensor, aux: Aux) -> None:
@@ -121,16 +122,16 @@ class _Stored:
 
     def gather(self, x: Tensor, cell: Cell, problem: Problem, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(b, h_kv, keys, d) of the storage x, and which keys (b, keys) are there; None: all of them."""
-        x, there = x[:, cell.kv_heads], None
+        x, there, n = x[:, cell.kv_heads], None, len(self.rows)
+        rows = self.rows[:1] if len(set(self.rows)) == 1 else self.rows  # a prefix that all share is gathered once
         if self.pages is None:
             x = x[:, :, self.first : self.stop]
-            n = len(self.rows)
-            in_order = self.rows == list(range(self.rows[0], self.rows[0] + n))
-            x = x[self.rows[0] : self.rows[0] + n] if in_order else _taken(x, torch.tensor(self.rows, device=x.device))
+            in_order = rows == list(range(rows[0], rows[0] + len(rows)))
+            x = x[rows[0] : rows[0] + len(rows)] if in_order else _taken(x, torch.tensor(rows, device=x.device))
         else:
             size = x.shape[2]
             lo, hi = self.first // size, -(-self.stop // size)
-            table = self.pages[self.rows, lo:hi].long()
+            table = self.pages[rows, lo:hi].long()
             valid = (table >= 0) & (table < len(x))
             keys = slice(self.first - lo * size, self.stop - lo * size)
             if not valid.all():
@@ -141,7 +142,9 @@ class _Stored:
         if x.dtype is FP8:
             x = x.to(accumulator(problem.dtype))
             x = x if scale is None else x * scale[cell.kv_heads, None, None]
-        return (x, None) if there is None else (x.masked_fill(~there[:, None, :, None], 0), there)
+        if there is not None:
+            x = x.masked_fill(~there[:, None, :, None], 0)
+        return x.expand(n, -1, -1, -1), there
 
 
 def _cells(problem: Problem, aux: Aux) -> Iterator[tuple[Cell, _Stored]]:
@@ -159,6 +162,10 @@ def _cells(problem: Problem, aux: Aux) -> Iterator[tuple[Cell, _Stored]]:
     none = [0] * problem.batch
     firsts = none if aux.starts is None else [max(n, 0) for n in aux.starts.tolist()]
     after = none if aux.after is None else aux.after.tolist()
+    # Of a window no more is gathered than what some row sees, from a multiple of the tiles' alignment on.
+    left, _ = problem.band.bounds
+    unseen = [n + a - q - left - f for n, a, q, f in zip(k_lens, after, q_lens, firsts, strict=True)]
+    firsts = [f + max(n, 0) // ALIGN * ALIGN for n, f in zip(unseen, firsts, strict=True)]
     alike = list(zip(q_spans, q_lens, k_lens, firsts, after, strict=True))
     for (q_span, q_len, k_len, first, follow), same in groupby(range(problem.batch), key=alike.__getitem__):
         if q_len == 0 or k_len <= first:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..algorithm.cached import rotate
 from ..dispatch import choose
 from ..mask import Band
-from ..problem import Aux
+from ..problem import Aux, _check_lens
 from ..problem_cached import CacheShape, Rotary, check_cached_contents, checks_contents, of_cached
 
 
@@ -67,7 +67,7 @@ def flash_attn_with_kvcache(
     >>> torch.allclose(o, v), torch.equal(k_cache[:, 0], k[:, 0])
     (True, True)
     """
-    _check(k, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
+    _check(q, k, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     q, k_cache, v_cache = q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     if block_table is None and cache_batch_idx is None:
         k_cache, v_cache = k_cache[: len(q)], v_cache[: len(q)]
@@ -78,11 +78,10 @@ def flash_attn_with_kvcache(
     aux = Aux(
         k_lens=lens, pages=block_table, rows=cache_batch_idx, status=torch.zeros_like(some[:1]), slopes=alibi_slopes
     )
-    rotary = None
+    rotary, after = None, lens
     if rotary_cos is not None and rotary_sin is not None:
         rotary = Rotary(rotary_cos, rotary_sin, "interleaved" if rotary_interleaved else "half")
         aux = replace(aux, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
-    after = lens
     if k is not None:
         k, v = k.transpose(1, 2), v if v is None else v.transpose(1, 2)
         after = lens + k.shape[2]
@@ -104,10 +103,12 @@ def flash_attn_with_kvcache(
 
 
 def _check(
-    k: Tensor | None, rotary_cos: Tensor | None, rotary_sin: Tensor | None, cache_seqlens: int | Tensor | None,
-    cache_batch_idx: Tensor | None, block_table: Tensor | None,
+    q: Tensor, k: Tensor | None, rotary_cos: Tensor | None, rotary_sin: Tensor | None,
+    cache_seqlens: int | Tensor | None, cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
 ) -> None:  # fmt: skip
-    """What belongs together in this function's arguments alone."""
+    """What this function alone asks of its arguments."""
+    _check_lens("cache_leftpad", cache_leftpad, len(q), q)
     if k is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens is None: where k is to be written must be given")
     if (rotary_cos is None) != (rotary_sin is None) or (rotary_cos is not None and k is None):
