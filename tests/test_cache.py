@@ -466,7 +466,9 @@ def test_a_call_is_validated_once() -> None:
     cache = KVCache.contiguous(2, 2, 8, 8)
     first = of_cached(cache.shape, ONE, mask=causal)
     assert of_cached(KVCache.contiguous(2, 2, 8, 8).shape, ONE.clone(), mask=causal) is first
-    assert of_cached(cache.shape, ONE, mask=causal, softcap=2.0) is not first
+    assert cache.problem(ONE) is first
+    assert cache.problem(ONE, softcap=2.0) is not first
+    assert cache.problem(ONE, prefix=KVCache.contiguous(1, 2, 8, 8)) is not first
     assert "at most 8 keys a sequence, cached" in str(first)
 
 

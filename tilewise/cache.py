@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import choose
+from .mask import causal
 from .problem import Aux, Layout, MaskLike, Problem
 from .problem_cached import (
     BAD_PAGE,
@@ -161,6 +162,20 @@ class KVCache:
                 x = x.float() if scale is None else x.float() * scale[:, None, None]
             found.append(x)
         return found[0], found[1]
+
+    def problem(
+        self, q: Tensor, *, mask: MaskLike = causal, cu_seqlens_q: Tensor | None = None,
+        prefix: KVCache | None = None, **options: Any,
+    ) -> Problem:  # fmt: skip
+        """The call `attention_cached(q, self, ...)`, validated and frozen; nothing runs.
+
+        >>> import torch, tilewise
+        >>> cache = tilewise.KVCache.contiguous(2, 4, 100, 64)
+        >>> print(tilewise.explain(cache.problem(torch.randn(2, 8, 1, 64))).splitlines()[-1])
+          tiled: chosen
+        """
+        before = None if prefix is None else prefix.shape
+        return of_cached(self.shape, q, mask=mask, cu_seqlens=cu_seqlens_q, prefix=before, **options)
 
     def check(self) -> None:
         """ValueError with what `status` notes, which is cleared; nothing if it notes nothing. Synchronises."""
