@@ -282,10 +282,11 @@ def filled(lengths: list[int], capacity: int, **options: Any) -> KVCache:
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_past_the_end_is_not_written(backend: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"rows": ints([1, 2, 0])}])
+def test_past_the_end_is_not_written(options: dict[str, Any], backend: str) -> None:
     cache = filled([6, 2, 8], 8)
     before = cache.k.clone()
-    o = run_unchecked(cache, 3, backend)
+    o = run_unchecked(cache, 3, backend, **options)
     assert o.isfinite().all()
     assert cache.lengths.tolist() == [8, 5, 8]
     before[0, :, 6:], before[1, :, 2:5] = 1.0, 1.0
