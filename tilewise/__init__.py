@@ -6,11 +6,13 @@
 torch.Size([2, 8, 128, 64])
 """
 
-from .api import attention, attention_packed
+from .api import attention, attention_cached, attention_packed
 from .block_mask import BlockMask
+from .cache import KVCache, OutOfPages, PagePool
 from .dispatch import explain
 from .mask import Band, Masked, causal, sliding_window
 from .problem import Aux, Grads, Layout, Problem, checked
+from .problem_cached import Rotary
 
 __version__ = "0.1.0"
 
@@ -19,10 +21,15 @@ __all__ = [
     "Band",
     "BlockMask",
     "Grads",
+    "KVCache",
     "Layout",
     "Masked",
+    "OutOfPages",
+    "PagePool",
     "Problem",
+    "Rotary",
     "attention",
+    "attention_cached",
     "attention_packed",
     "causal",
     "checked",

@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from . import cache_op
 from .autograd import attend, attend_traced
+from .cache import KVCache, attend_cached
+from .mask import causal
 from .problem import MaskLike, Problem
+from .problem_cached import Rotary
 
 
 def attention(
@@ -134,6 +138,72 @@ def attention_packed(
         q, k, v, mask, bias, alibi_slopes, sink, scale, softcap, dropout_p, seed, q_lens, k_lens, cu_seqlens_q,
         cu_seqlens_k, deterministic, backend,
     )  # fmt: skip
+    return (o, lse) if return_lse else o
+
+
+def attention_cached(
+    q: Tensor,
+    cache: KVCache,
+    *,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    mask: MaskLike = causal,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    rotary: Rotary | None = None,
+    q_lens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    rows: Tensor | None = None,
+    prefix: KVCache | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Attention of new queries, the last tokens of their sequences, over all keys that a cache has of these.
+
+    For inference: no gradients, no dropout. Decoding (a few queries), prefilling (many) and both in one packed call.
+
+    Args:
+        q: (B, Hq, Sq, D), or packed (T, Hq, D) with cu_seqlens_q, int32 (B + 1,).
+        cache: a KVCache, with one stored sequence for each of q's unless rows says which.
+        k, v: the new tokens' keys and values, as many as q has: stored first, and the cache's lengths advanced.
+            (B, Hkv, Sq, D) and (B, Hkv, Sq, Dv), packed (T, Hkv, D) and (T, Hkv, Dv), in q's dtype. Without them
+            q belongs to the tokens that are stored already. v is None if the cache's v is a view of its k.
+        mask: `causal` (the default), a sliding window or any other Band that is aligned at the bottom right; None:
+            every query sees every key.
+        scale, softcap, sink, alibi_slopes: as in `attention`.
+        rotary: turns q, and k before it is stored, at their positions in the sequence.
+        q_lens: int32 (B,), how many of a sequence's rows in q (and k, v) are in use.
+        rows: int32 (B,), where in the cache each sequence is stored; -1: it is absent, its rows give o = 0, lse = -inf.
+        prefix: a KVCache of one sequence with which every sequence begins. It is read once for all of them
+            ("cascade"), and positions are counted from its start.
+        return_lse, backend: as in `attention`.
+
+    Returns:
+        o, in q's dtype, and with return_lse also lse, as `attention` and `attention_packed` do. A row has the same
+        bits whatever else is in the batch.
+
+    Raises:
+        ValueError, TypeError: one sentence that names the argument, what it was and what is allowed. Contents (lengths,
+        pages, rows) are checked on the CPU and under `tilewise.checked()`, before anything is stored; elsewhere what
+        does not fit is left out and noted in `cache.status`.
+
+    >>> import torch, tilewise
+    >>> cache = tilewise.KVCache.contiguous(2, 4, 100, 64)
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 64)
+    >>> prompt = tilewise.attention_cached(q[:, :, :9], cache, k=k[:, :, :9], v=v[:, :, :9])
+    >>> token = tilewise.attention_cached(q[:, :, 9:], cache, k=k[:, :, 9:], v=v[:, :, 9:])
+    >>> whole = tilewise.attention(q, k, v, mask=tilewise.causal)
+    >>> torch.testing.assert_close(torch.cat([prompt, token], 2), whole)
+    """
+    if not isinstance(cache, KVCache) or not (prefix is None or isinstance(prefix, KVCache)):
+        name, wrong = ("prefix", prefix) if isinstance(cache, KVCache) else ("cache", cache)
+        raise TypeError(f"{name} is a {type(wrong).__name__}: it must be a tilewise.KVCache")
+    run = cache_op.attend_traced if torch.compiler.is_compiling() else attend_cached
+    o, lse = run(
+        cache, q, k, v, mask, scale, softcap, sink, alibi_slopes, rotary, q_lens, cu_seqlens_q, rows, prefix, backend
+    )
     return (o, lse) if return_lse else o
 
 

@@ -1,8 +1,8 @@
 """What is asked, frozen: one attention call without the contents of its tensors.
 
-`Problem.of` is the only validation in the library. It checks shapes, dtypes and devices, normalises the optional
-arguments, and returns a hashable `Problem` beside the optional tensors in an `Aux`. Backends and the backward pass
-read those two and validate nothing.
+`Problem.of` is the only validation in the library, beside that of caches in `problem_cached`. It checks shapes, dtypes
+and devices, normalises the optional arguments, and returns a hashable `Problem` beside the optional tensors in an
+`Aux`. Backends and the backward pass read those two and validate nothing.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .block_mask import BlockMask
 from .mask import Band, Masked
+
+if TYPE_CHECKING:
+    from .problem_cached import CacheShape
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Origin = tuple[int, int, int, int]
@@ -32,6 +35,7 @@ class Layout(enum.Enum):
 
     DENSE = "dense"  # (B, H, S, D)
     PACKED = "packed"  # (T, H, D), sequence s in rows cu_seqlens[s] : cu_seqlens[s + 1]
+    PAGED = "paged"  # (pages, H, page_size, D), a cache's keys: key j of a sequence on page table[s, j // page_size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,16 @@ class Aux:
     q_lens: Tensor | None = None  # int32 (B,)
     k_lens: Tensor | None = None
     origin: Origin = (0, 0, 0, 0)  # (b0, h0, i0, j0): shifts Band, ALiBi, BlockMask and dropout coordinates
+    # Of a cached call (see `problem_cached`): k_lens says how much is stored, and
+    pages: Tensor | None = None  # int32 (slots, max_pages), the page table
+    rows: Tensor | None = None  # int32 (B,), where a sequence is stored
+    starts: Tensor | None = None  # int32 (B,), its first valid key
+    after: Tensor | None = None  # int32 (B,), keys that follow the stored ones elsewhere
+    k_scale: Tensor | None = None  # fp32 (Hkv,)
+    v_scale: Tensor | None = None
+    rotary_cos: Tensor | None = None  # (positions, R / 2)
+    rotary_sin: Tensor | None = None
+    status: Tensor | None = None  # int32 (1,), into which faults are OR-ed
 
 
 class Grads(NamedTuple):
@@ -118,6 +132,7 @@ class Problem(HashedOnce):
     dropout_p: float = 0.0
     deterministic: bool = False
     needs_grad: bool = False
+    cache: CacheShape | None = None  # k and v are a cache's storage, k_len is what one sequence can hold
 
     __hash__ = HashedOnce.__hash__
 
@@ -136,6 +151,8 @@ class Problem(HashedOnce):
     def k_shape(self) -> tuple[int, ...]:
         if self.k_layout is Layout.PACKED:
             return (self.k_len, self.kv_heads, self.qk_dim)
+        if self.cache is not None:
+            return self.cache.k_shape
         return (self.batch, self.kv_heads, self.k_len, self.qk_dim)
 
     @property
@@ -154,11 +171,18 @@ class Problem(HashedOnce):
             lengths = f"{self.batch} packed sequences, {lengths} in total"
         else:
             lengths = f"batch {self.batch}, {lengths}"
+        if self.cache is not None:
+            lengths = lengths.replace(f"{self.k_len} keys", f"at most {self.k_len} keys a sequence, {self.cache}")
+            lengths = lengths.removesuffix(" in total")
         heads = f"{self.heads} heads" if self.group == 1 else f"{self.heads}/{self.kv_heads} heads"
         size = f"d {self.qk_dim}" if self.qk_dim == self.v_dim else f"d {self.qk_dim}/{self.v_dim}"
         options = [_band_name(self.band)] if not self.band.is_full else []
         options += {None: [], "blocks": ["block mask"], "bool": ["boolean mask"]}[self.mask]
-        options += [name for name in ("q_lens", "k_lens", "alibi", "sink", "deterministic") if getattr(self, name)]
+        options += [
+            name
+            for name in ("q_lens", *(() if self.cache else ("k_lens",)), "alibi", "sink", "deterministic")
+            if getattr(self, name)
+        ]
         options += ["bias"] if self.bias else []
         options += [f"{name}={getattr(self, name):g}" for name in ("softcap", "dropout_p") if getattr(self, name)]
         options += ["with gradient"] if self.needs_grad else []

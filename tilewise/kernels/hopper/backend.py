@@ -18,6 +18,8 @@ def why_not(problem: Problem) -> str | None:
     """None, or why this backend does not take the problem."""
     if problem.device != "sm90":
         return f"it is for Hopper GPUs, sm90 (q is on {problem.device})"
+    if problem.cache is not None:
+        return "it does not read a key/value cache"
     if reason := triton_backend.why_not(problem):  # of Triton's version, and for the backward
         return reason
     if problem.dtype not in (torch.float16, torch.bfloat16):

@@ -24,6 +24,8 @@ def why_not(problem: Problem) -> str | None:
 
 @lru_cache(maxsize=512)
 def _why_not(problem: Problem, interpreted: bool) -> str | None:
+    if problem.cache is not None:
+        return "it does not read a key/value cache yet"
     if problem.device == "cpu" and not interpreted:
         return "it needs a GPU (q is on the CPU)"
     if problem.device in ("mps", "xpu", "meta"):
