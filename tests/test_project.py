@@ -77,7 +77,7 @@ def test_import_pulls_in_nothing_but_itself() -> None:
 LAYERS = (
     ("cli",),
     ("report",),
-    ("integrations", "parallel", "examples"),
+    ("integrations", "parallel", "examples", "nn"),
     ("__init__",),
     ("api",),
     ("autograd", "cache"),
