@@ -19,8 +19,7 @@ except ModuleNotFoundError as missing:
     if not (missing.name or "").startswith("diffusers"):
         raise
     raise ModuleNotFoundError(
-        "tilewise.integrations.diffusers needs diffusers from 0.35. Install it with: pip install 'tilewise[diffusers]'",
-        name="diffusers",
+        f"{__name__} needs diffusers from 0.35. Install it: pip install 'tilewise[diffusers]'", name="diffusers"
     ) from None
 
 TOP_LEFT = Band(None, 0, "top_left")

@@ -10,6 +10,7 @@ depends on the mask's contents is decided once: causal masks and windows as a Ba
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -27,9 +28,10 @@ except ModuleNotFoundError as missing:
     if missing.name != "transformers":
         raise
     raise ModuleNotFoundError(
-        "tilewise.integrations.transformers needs transformers 5. Install it with: pip install 'tilewise[hf]'",
-        name="transformers",
+        f"{__name__} needs transformers. Install it: pip install 'tilewise[hf]'", name="transformers"
     ) from None
+if "q_offset" not in inspect.signature(sdpa_mask).parameters:
+    raise ImportError(f"{__name__} needs transformers from 5.4. Install it: pip install --upgrade 'tilewise[hf]'")
 
 NAME = "tilewise"
 PADDINGS = (None, "right")
@@ -99,6 +101,11 @@ class Visible:
     def __repr__(self) -> str:
         lens = ", ".join(name for name in ("q_lens", "k_lens") if getattr(self, name) is not None)
         return f"Visible({self.mask if not isinstance(self.mask, Tensor) else tuple(self.mask.shape)}; {lens})"
+
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError(
+            "this model computes attention itself, from a mask that is a tensor: it has no choice of others"
+        )
 
     def to(self, device: Any, *args: Any, **kwargs: Any) -> Visible:
         """On another device, where a model is spread over several."""
