@@ -58,8 +58,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"window_size": (2, 1), "softcap": 1.5},
     {"window_size": (2, 5), "causal": True},
     {"window_size": (-1, 1)},
-    {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4]), "causal": True},
-    {"alibi_slopes": torch.rand(2, 4)},
+    {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64), "causal": True},
+    {"alibi_slopes": torch.rand(2, 4, dtype=torch.float64)},
 ]
 
 

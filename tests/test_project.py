@@ -175,6 +175,7 @@ def test_nothing_is_swallowed(path: Path) -> None:
 
 LIBRARIES = ("transformers", "diffusers")  # what an integration needs beside torch
 OF_LIBRARIES = {f"tilewise.integrations.{library}": library for library in LIBRARIES}
+OF_LIBRARIES["tilewise.integrations.transformers_mask"] = "transformers"
 
 
 def modules() -> list[str]:

@@ -183,25 +183,56 @@ def test_t5_generates_the_same() -> None:
     assert torch.equal(*written)
 
 
-def test_packed_sequences() -> None:
-    """By position_ids that begin anew, and by lengths: each sequence as if it were alone."""
-    config, tolerance = DECODERS["mistral"]
-    model = build(config(), transformers.AutoModelForCausalLM, "tilewise")
-    ids = tokens(1, 9)
-    alone = torch.cat([model(part).logits for part in ids.split([3, 6], 1)], 1)
-    positions = torch.cat([torch.arange(3), torch.arange(6)])[None]
+@pytest.mark.parametrize("model", ["llama", "mistral", "gemma2"])
+def test_packed_sequences(model: str) -> None:
+    """By position_ids that begin anew, and by lengths: each sequence as if it were alone, in one row or in two."""
+    config, tolerance = DECODERS[model]
+    made = build(config(), transformers.AutoModelForCausalLM, "tilewise")
+    ids, positions = tokens(1, 9), torch.cat([torch.arange(3), torch.arange(6)])[None]
+    alone = torch.cat([made(part).logits for part in ids.split([3, 6], 1)], 1)
     cu = torch.tensor([0, 3, 9])
-    for given in (
-        {"position_ids": positions},
-        {"position_ids": positions, "cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 6, "max_length_k": 6},
-    ):
-        found = model(ids, use_cache=False, **given).logits
+    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 6, "max_length_k": 6}
+    for given in (lengths, {}):
+        found = made(ids, position_ids=positions, use_cache=False, **given).logits
         torch.testing.assert_close(found, alone, atol=tolerance, rtol=tolerance)
-    q = torch.randn(1, 4, 9, 8)
-    module = torch.nn.Linear(1, 1)
-    found, _ = attention_function(module, q, q, q, Visible(tilewise.causal), cu_seq_lens_q=cu, cu_seq_lens_k=cu)
-    parts = [tilewise.attention(x, x, x, mask=tilewise.causal) for x in q.split([3, 6], 2)]
-    torch.testing.assert_close(found, torch.cat(parts, 2).transpose(1, 2))
+    with pytest.raises(ValueError, match="do not say the same"):
+        made(ids, position_ids=positions, use_cache=False, cu_seq_lens_q=cu[1:] * 2, cu_seq_lens_k=cu)
+    both, twice = torch.cat([ids, ids.flip(1)]), torch.cat([positions, torch.arange(9)[None]])
+    second = made(ids.flip(1)).logits
+    found = made(both, position_ids=twice, use_cache=False).logits
+    torch.testing.assert_close(found, torch.cat([alone, second]), atol=tolerance, rtol=tolerance)
+
+
+def test_packed_sequences_take_no_mask_of_all_pairs() -> None:
+    ids = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 1, 2]])
+    packed = masking_utils.packed_sequence_mask_function(ids)
+    for shown, band in (
+        (masking_utils.causal_mask_function, tilewise.causal),
+        (masking_utils.sliding_window_causal_mask_function(3), tilewise.sliding_window(2)),
+    ):
+        found = mask_function(2, 5, 5, mask_function=masking_utils.and_masks(shown, packed), allow_is_causal_skip=False)
+        assert (found.mask, found.cu.tolist(), found.cu.dtype) == (band, [0, 3, 5, 6, 9, 10], torch.int32)
+    for other in (masking_utils.or_masks(packed, packed), masking_utils.and_masks(packed, packed), packed):
+        found = mask_function(2, 5, 5, mask_function=other, allow_is_causal_skip=False)
+        assert torch.equal(found[:, 0], ids[:, :, None] == ids[:, None, :])
+
+
+def test_packed_sequences_with_masks_of_all_pairs() -> None:
+    """A tensor or a bias beside the lengths counts within the sequences."""
+    module, q, cu = torch.nn.Identity(), torch.randn(1, 4, 9, 8), torch.tensor([0, 3, 9])
+    bias, seen = torch.randn(1, 4, 9, 9), torch.rand(1, 1, 9, 9) > 0.2
+    for given in ({"position_bias": bias}, {"attention_mask": seen}, {"attention_mask": Visible(tilewise.causal)}):
+        call = {"attention_mask": Visible(None)} | given
+        found, _ = attention_function(module, q, q, q, cu_seq_lens_q=cu, cu_seq_lens_k=cu, **call)
+        parts = []
+        for at in (slice(0, 3), slice(3, 9)):
+            mask = call["attention_mask"]
+            mask = mask.mask if isinstance(mask, Visible) else mask[..., at, at]
+            x = q[:, :, at]
+            parts.append(
+                tilewise.attention(x, x, x, mask=mask, bias=bias[..., at, at] if "position_bias" in given else None)
+            )
+        torch.testing.assert_close(found, torch.cat(parts, 2).transpose(1, 2))
 
 
 def test_a_real_model(tmp_path: Path) -> None:

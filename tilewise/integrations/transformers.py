@@ -15,15 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from .. import attention, attention_packed
 from ..mask import Band, Masked, causal
-from ..problem import _checked
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+    from transformers.masking_utils import sdpa_mask
 except ModuleNotFoundError as missing:
     if missing.name != "transformers":
         raise
@@ -32,6 +30,8 @@ except ModuleNotFoundError as missing:
     ) from None
 if "q_offset" not in inspect.signature(sdpa_mask).parameters:
     raise ImportError(f"{__name__} needs transformers from 5.4. Install it: pip install --upgrade 'tilewise[hf]'")
+
+from .transformers_mask import Visible, mask_function
 
 NAME = "tilewise"
 PADDINGS = (None, "right")
@@ -83,159 +83,6 @@ def register(name: str = NAME, *, padding: str | None = None) -> None:
     AttentionMaskInterface.register(name, functools.partial(mask_function, padding=padding))
 
 
-class Visible:
-    """What the mask function hands to the layers: `mask` as `tilewise.attention` takes it, and lengths, int32 (B,)."""
-
-    __slots__ = ("is_causal", "k_lens", "mask", "q_lens")
-    ndim = 4  # so that transformers takes it for finished, when `generate` makes it ahead of the forward
-
-    def __init__(
-        self,
-        mask: Band | Masked | Tensor | None,
-        q_lens: Tensor | None = None,
-        k_lens: Tensor | None = None,
-        is_causal: bool = False,
-    ) -> None:
-        self.mask, self.q_lens, self.k_lens, self.is_causal = mask, q_lens, k_lens, is_causal
-
-    def __repr__(self) -> str:
-        lens = ", ".join(name for name in ("q_lens", "k_lens") if getattr(self, name) is not None)
-        return f"Visible({self.mask if not isinstance(self.mask, Tensor) else tuple(self.mask.shape)}; {lens})"
-
-    def __getitem__(self, key: Any) -> Any:
-        raise TypeError(
-            "this model computes attention itself, from a mask that is a tensor: it has no choice of others"
-        )
-
-    def to(self, device: Any, *args: Any, **kwargs: Any) -> Visible:
-        """On another device, where a model is spread over several."""
-        mask = self.mask
-        if isinstance(mask, Masked):
-            dense = mask.mask
-            mask = Masked(
-                mask.band, dense.to(device, *args, **kwargs) if isinstance(dense, Tensor) else dense.to(device)
-            )
-        elif isinstance(mask, Tensor):
-            mask = mask.to(device, *args, **kwargs)
-        q_lens, k_lens = (None if x is None else x.to(device, *args, **kwargs) for x in (self.q_lens, self.k_lens))
-        return Visible(mask, q_lens, k_lens, self.is_causal)
-
-
-# ---- the mask function ----------------------------------------------------------------------------------------------
-
-
-def mask_function(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Any = causal_mask_function,
-    attention_mask: Any = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    config: Any = None,
-    padding: str | None = None,
-    **others: Any,
-) -> Visible | Tensor:
-    """The mask of one forward, from transformers' description of it.
-
-    A `Visible` wherever transformers lets the mask be something else than a tensor and it is an interval of keys a row:
-    causal, a sliding window, all; with `attention_mask`, bool (B, tokens so far). Else the boolean tensor that "sdpa"
-    would take: packed or chunked sequences, images within a text, the decoding step of a static cache.
-    """
-    if isinstance(attention_mask, Visible):  # made by `generate`, ahead of the forward
-        return attention_mask
-    band = None
-    if isinstance(q_offset, int) and (allow_is_causal_skip or allow_is_bidirectional_skip):
-        shift = q_offset - kv_offset
-        kind = _kind(mask_function, local_size, allow_is_causal_skip, kv_length + kv_offset, config)
-        if kind is not None:
-            band = _band(kind, local_size, shift, q_length, kv_length)
-    if band is None:
-        return sdpa_mask(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-            mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
-            allow_is_causal_skip=False, allow_is_bidirectional_skip=False,
-            use_vmap=others.get("use_vmap", False), device=others.get("device", "cpu"),
-        )  # fmt: skip
-    mask = None if band.is_full else band
-    one_way = kind in ("causal", "window")
-    if attention_mask is None:
-        return Visible(mask, is_causal=one_way)
-    last = (
-        min(kv_length, q_length + shift) if one_way else kv_length
-    )  # behind it no row sees, and a static cache is empty
-    present = attention_mask[:, kv_offset : kv_offset + last]
-    if present.shape[1] < last:  # tokens that the mask does not reach are hidden
-        present = torch.nn.functional.pad(present, (0, last - present.shape[1]))
-    whole = last == kv_length and shift == 0  # the mask's columns are the tokens, from the first on
-    found = _padded(mask, present, kv_length, padding if whole else None, one_way and q_length == kv_length)
-    found.is_causal = one_way
-    return found
-
-
-def _kind(function: Any, local_size: int | None, is_causal: bool, tokens: int, config: Any) -> str | None:
-    """ "causal", "all", "window", "window both ways": what `function` shows, if that is an interval of keys a row.
-
-    transformers allows its masks to be skipped only where nothing was added to them: no packed sequences, no overlays.
-    """
-    if local_size is None:
-        return (
-            "causal" if function is causal_mask_function else "all" if function is bidirectional_mask_function else None
-        )
-    if not is_causal:
-        return "window both ways"
-    if getattr(config, "attention_chunk_size", None) == local_size:  # chunks, unless all tokens lie in the first one
-        return "causal" if tokens <= local_size and getattr(config, "sliding_window", None) != local_size else None
-    return "window" if getattr(config, "sliding_window", None) == local_size else None
-
-
-def _band(kind: str, size: int | None, shift: int, q_length: int, kv_length: int) -> Band:
-    """The interval, of positions in the call: row i stands on key i + shift. Bounds that bind no row are None."""
-    left, right = None, None if kind == "all" else shift
-    if size is not None and kind == "window":
-        left = size - 1 - shift
-    elif size is not None and kind == "window both ways":
-        left, right = size - shift, size + shift
-    if left is not None and left >= q_length - 1:
-        left = None
-    if right is not None and right >= kv_length - 1:
-        right = None
-    if shift == kv_length - q_length and right == shift:  # the usual form of the same: the last row on the last key
-        return causal if left is None else Band(left + shift, 0)
-    return Band(left, right, "top_left") if (left, right) != (None, None) else Band()
-
-
-def _padded(mask: Band | None, present: Tensor, kv_length: int, padding: str | None, rows_too: bool) -> Visible:
-    """`mask` without the keys that are not `present`, bool (B, keys), and without rows of padding if `rows_too`.
-
-    As lengths only where they move no diagonal: there is none, both ends move together, or it stands at the top left.
-    """
-    as_lengths = mask is None or rows_too or mask.align == "top_left"
-    looked_at = present.device.type == "cpu" or (padding and present.device.type != "meta" and _checked.active)
-    if looked_at and not torch.compiler.is_compiling() and not isinstance(present, FakeTensor):
-        if bool(present.all()):
-            return Visible(mask)
-        last = bool((present[:, 1:] <= present[:, :-1]).all())  # where the mask has fallen it stays down
-        if padding and not last:
-            raise ValueError(
-                "attention_mask has padding before tokens: this implementation is registered with padding='right'"
-            )
-        padding = "right" if last else None
-    if padding and as_lengths:
-        lens = present.sum(1, dtype=torch.int32)
-        return Visible(mask, lens if rows_too else None, lens)
-    if present.shape[1] < kv_length:
-        present = torch.nn.functional.pad(present, (0, kv_length - present.shape[1]))
-    dense = present[:, None, None, :]
-    return Visible(dense if mask is None else Masked(mask, dense))
-
-
-# ---- the attention function -----------------------------------------------------------------------------------------
-
-
 def attention_function(
     module: torch.nn.Module,
     query: Tensor,
@@ -260,24 +107,22 @@ def attention_function(
     visible) or added to the scores. It has the window in it, as for "eager". None: nobody made a mask, so `is_causal`
     (the module's, where it is None) and `sliding_window` say what is visible.
     position_bias: (B | 1, Hq | 1, L, S), added after softcap, with gradient. s_aux: (Hq,), sinks.
-    cu_seq_lens_q, cu_seq_lens_k: int32, of sequences packed into a batch of one, each of which sees itself only.
+    cu_seq_lens_q, cu_seq_lens_k: integers, where sequences that are packed into a batch of one end; each sees itself.
 
     Raises:
         ValueError: for all else that is given: it would change nothing, and the caller means it to.
     """
     for name, given in others.items():
         if given is not None and given is not False and name not in WITHOUT_EFFECT:
-            hint = (
-                ": the weights are never formed, use attn_implementation='eager'" if name == "output_attentions" else ""
-            )
+            hint = ": for the weights there is attn_implementation='eager'" if name == "output_attentions" else ""
             raise ValueError(f"{name} is given: tilewise's attention for transformers takes no {name}{hint}")
     mask: Any = attention_mask
-    q_lens = k_lens = None
+    q_lens = k_lens = cu = None
     bias = position_bias
     if isinstance(mask, Visible):
         if is_causal is False and mask.is_causal and query.shape[2] > 1:
             raise ValueError("is_causal is False, and the model made a causal mask: set is_causal=False in its config")
-        mask, q_lens, k_lens = mask.mask, mask.q_lens, mask.k_lens
+        mask, q_lens, k_lens, cu = mask.mask, mask.q_lens, mask.k_lens, mask.cu
     elif mask is None:
         mask = _unmasked(module, query, key, is_causal, sliding_window)
     elif mask.dim() != 4:
@@ -289,8 +134,11 @@ def attention_function(
         "bias": bias, "sink": s_aux, "scale": scaling, "softcap": softcap or 0.0, "deterministic": deterministic,
         "dropout_p": dropout if module.training else 0.0,
     }  # fmt: skip
-    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        return _packed(query, key, value, mask, q_lens, k_lens, cu_seq_lens_q, cu_seq_lens_k, options), None
+    if cu is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        if q_lens is not None or k_lens is not None or isinstance(mask, Masked):
+            raise ValueError("cu_seq_lens_q is given: it is for packed sequences, without padding")
+        cu_q, cu_k = _ends(cu, cu_seq_lens_q, cu_seq_lens_k, query.shape[0])
+        return _packed(query, key, value, mask, cu_q, cu_k, options), None
     o = attention(query, key, value, mask=mask, q_lens=q_lens, k_lens=k_lens, **options)
     return o.transpose(1, 2).contiguous(), None
 
@@ -309,25 +157,36 @@ def _unmasked(module: Any, query: Tensor, key: Tensor, is_causal: bool | None, w
     return causal if is_causal and q_len > 1 else None
 
 
-def _packed(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, q_lens: Tensor | None, k_lens: Tensor | None,
-    cu_q: Tensor | None, cu_k: Tensor | None, options: dict[str, Any],
-) -> Tensor:  # fmt: skip
-    """A batch of one that holds several sequences, without padding."""
-    if cu_q is None or cu_k is None:
-        raise ValueError("cu_seq_lens_q and cu_seq_lens_k: one is given, the other is not")
-    if query.shape[0] != 1 or q_lens is not None or k_lens is not None or isinstance(mask, Masked):
-        raise ValueError("cu_seq_lens_q is given: it is for a batch of one, without padding")
-    if options["bias"] is not None:
-        raise ValueError("cu_seq_lens_q and position_bias are given: a bias is for whole sequences")
+def _ends(cu: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, batch: int) -> tuple[Tensor, Tensor]:
+    """int32 (N + 1,) of the queries and of the keys. cu: as positions that begin anew have it, which says the same."""
+    if cu_q is None and cu_k is None and cu is not None:
+        return cu, cu
+    if cu_q is None or cu_k is None or batch != 1:
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k: both must be given, or neither; and for a batch of one")
     cu_q, cu_k = cu_q.to(torch.int32), cu_k.to(torch.int32)
-    if isinstance(mask, Tensor):  # of all tokens by all tokens: it, within the sequences
-        del options["bias"]
-        apart = _sequence_of(cu_q, query.shape[2])[:, None] == _sequence_of(cu_k, key.shape[2])
-        return attention(query, key, value, mask=mask & apart, **options).transpose(1, 2).contiguous()
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attention_packed(q, k, v, cu_q, cu_k, mask=mask, **options)[None]
+    if cu is not None and cu.device.type == "cpu" and not (torch.equal(cu, cu_q) and torch.equal(cu, cu_k)):
+        raise ValueError("cu_seq_lens_q and position_ids are given, and do not say the same of where sequences end")
+    return cu_q, cu_k
 
 
-def _sequence_of(cu: Tensor, tokens: int) -> Tensor:
-    return torch.searchsorted(cu, torch.arange(tokens, dtype=cu.dtype, device=cu.device), right=True)
+def _packed(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, cu_q: Tensor, cu_k: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """Several sequences in a row of the batch, without padding."""
+    batch, _, q_len, _ = query.shape
+    k_len = key.shape[2]
+    if isinstance(mask, Tensor) or options["bias"] is not None:  # of all tokens by all tokens: it, within the sequences
+        i, j = _sequence_of(cu_q, batch, q_len), _sequence_of(cu_k, batch, k_len)
+        apart = i[:, None, :, None] == j[:, None, None, :]
+        both = apart if mask is None else mask & apart
+        return attention(query, key, value, mask=both, **options).transpose(1, 2).contiguous()
+    del options["bias"]
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    o = attention_packed(q, k, v, cu_q, cu_k, mask=mask, **options)
+    return o.unflatten(0, (batch, q_len))
+
+
+def _sequence_of(cu: Tensor, batch: int, tokens: int) -> Tensor:
+    """(batch, tokens), the number of each token's sequence."""
+    every = torch.arange(batch * tokens, dtype=cu.dtype, device=cu.device)
+    return torch.searchsorted(cu, every, right=True).view(batch, tokens)
