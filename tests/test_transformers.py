@@ -432,14 +432,39 @@ def test_the_signature_holds_what_models_hand_on() -> None:
     "padding", ["left", *(pytest.param(side, marks=pytest.mark.slow) for side in ("right", "none"))]
 )
 def test_models_compile(padding: str) -> None:
-    """One graph: nothing of the mask is read while tracing."""
-    config, _ = DECODERS["mistral"]
-    mask = None if PADDED[padding] is None else torch.tensor(PADDED[padding])
-    model = build(config(), transformers.AutoModelForCausalLM, "tilewise")
-    ids = tokens(2, 9)
-    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    """One graph, and one more for all other lengths: nothing of the mask is read while tracing."""
+    config = transformers.MistralConfig(**GROUPED | {"num_hidden_layers": 1}, sliding_window=5, **NO_SPECIAL)
+    integration.register("tilewise_right", padding="right")
+    model = build(config, transformers.AutoModelForCausalLM, "tilewise_right" if padding == "right" else "tilewise")
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    found = compiled(ids, attention_mask=mask, use_cache=False).logits
-    keep = slice(None) if mask is None else mask.bool()
-    torch.testing.assert_close(found[keep], expected[keep], atol=1e-5, rtol=1e-5)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for length in (9, 12, 15):
+        mask = None if PADDED[padding] is None else torch.ones(2, length, dtype=torch.int64)
+        keep = slice(None)
+        if mask is not None:
+            mask[1, slice(0, 4) if padding == "left" else slice(-3, None)] = 0
+            keep = mask.bool()
+        ids = tokens(2, length)
+        expected = model(ids, attention_mask=mask, use_cache=False).logits
+        found = compiled(ids, attention_mask=mask, use_cache=False).logits
+        torch.testing.assert_close(found[keep], expected[keep], atol=1e-5, rtol=1e-5)
+    assert len(graphs) == 2
+
+
+def test_layers_that_are_computed_twice() -> None:
+    """Gradient checkpointing: the mask goes to the layers as it is, in the backward too."""
+    config, tolerance = DECODERS["gemma2"]
+    mask = torch.tensor(PADDED["left"])
+    found = []
+    for checkpointing in (False, True):
+        model = build(config(), transformers.AutoModelForCausalLM, "tilewise").train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        found.append(outcome(model, mask, input_ids=tokens(2, 9), attention_mask=mask, use_cache=False))
+    torch.testing.assert_close(found[0], found[1], atol=tolerance, rtol=tolerance)

@@ -4,7 +4,8 @@ transformers asks two functions of one name: the mask function once a forward an
 in every layer. Where only the latter is registered the mask is None, and padded batches are wrong in silence; so
 `register` registers both. What the mask function returns reaches the attention function as it is, so that all that
 depends on the mask's contents is decided once: causal masks and windows as a Band, padding as lengths or as a
-(B, 1, 1, Sk) boolean mask, which is never spread out over the queries. On a GPU nothing is read back to the host.
+(B, 1, 1, Sk) boolean mask, which is never spread out over the queries. On a GPU nothing is read back to the host, but
+for the number of packed sequences, where transformers waits itself.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def register(name: str = NAME, *, padding: str | None = None) -> None:
         padding: "right" promises that the zeros of every 2-D attention mask of a batch without a cache come last. Then
             padding reaches the kernels as lengths, on a GPU too, without looking. None: on the CPU the mask is looked
             at, once a forward; on a GPU, and while compiling, it stays a boolean mask, which is slower than lengths.
+            (While compiling, give a model some attention_mask: transformers then knows that no sequences are packed,
+            which costs a mask of all pairs.)
 
     Registering again replaces. Gradients, grouped heads, sliding windows, softcap, sinks (`s_aux`), position biases,
     caches and dropout are those of `tilewise.attention`. An argument that cannot be honoured, `output_attentions=True`
