@@ -14,7 +14,9 @@ from diffusers import FluxTransformer2DModel, attention_backend
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 
+import tilewise
 import tilewise.integrations.diffusers as integration
+from tilewise.integrations import sdpa
 
 REGISTRY = attention_dispatch._AttentionBackendRegistry
 
@@ -52,6 +54,16 @@ def test_calls_are_those_of_native(call: int) -> None:
     found = dispatch_attention_fn(q, k, v, **CALLS[call])
     assert not torch.equal(found, expected)  # another kernel adds in another order
     torch.testing.assert_close(found, expected)
+
+
+def test_the_switch_of_pytorchs_function_reaches_native() -> None:
+    q = torch.randn(2, 5, 4, 8, requires_grad=True)
+    sdpa.enable()
+    try:
+        o = dispatch_attention_fn(q, q, q)
+    finally:
+        sdpa.disable()
+    assert torch.equal(o, tilewise.attention(*(q.transpose(1, 2),) * 3).transpose(1, 2))
 
 
 def test_grouped_heads_and_lse() -> None:

@@ -86,13 +86,16 @@ def test_one_sequence_without_a_batch() -> None:
         torch.testing.assert_close(ours(q, k, k, **masks)[0], theirs(q, k, k, **masks)[0])
 
 
-def test_causal_needs_no_mask() -> None:
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_causal_needs_no_mask(batch_first: bool) -> None:
     """torch's wants the mask beside its hint."""
-    ours, theirs = pair()
-    x = torch.randn(L, N, E, dtype=torch.float64)
-    square = torch.ones(L, L, dtype=torch.bool).triu(1)
-    expected, _ = theirs(x, x, x, attn_mask=square)
-    torch.testing.assert_close(ours(x, x, x, is_causal=True)[0], expected)
+    ours, theirs = pair(batch_first=batch_first)
+    q, k = torch.randn(L, N, E, dtype=torch.float64), torch.randn(S, N, E, dtype=torch.float64)
+    if batch_first:
+        q, k = q.transpose(0, 1), k.transpose(0, 1)
+    expected, weights = theirs(q, k, k, attn_mask=causal)
+    torch.testing.assert_close(ours(q, k, k, is_causal=True)[0], expected)
+    torch.testing.assert_close(ours(q, k, k, is_causal=True, need_weights=True), (expected, weights))
 
 
 def test_self_attention_is_one_product() -> None:

@@ -56,6 +56,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             ValueError: for shapes and dtypes that do not fit, and for nested tensors.
         """
         if need_weights:
+            if is_causal and attn_mask is None:  # torch's wants the mask beside its hint
+                q_len, k_len = (x.shape[1 if self.batch_first and x.dim() == 3 else 0] for x in (query, key))
+                attn_mask = ~TOP_LEFT.dense(q_len, k_len, device=query.device)
             return super().forward(
                 query, key, value, key_padding_mask, True, attn_mask, average_attn_weights, is_causal
             )  # fmt: skip
