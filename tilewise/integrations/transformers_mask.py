@@ -39,10 +39,12 @@ class Visible:
         lens = ", ".join(name for name in ("q_lens", "k_lens", "cu") if getattr(self, name) is not None)
         return f"Visible({self.mask if not isinstance(self.mask, Tensor) else tuple(self.mask.shape)}; {lens})"
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, other: Any) -> Any:
         raise TypeError(
-            "this model computes attention itself, from a mask that is a tensor: it has no choice of others"
+            "this model computes attention itself, from a mask that is a tensor: it takes no other attention"
         )
+
+    __add__ = __radd__ = __getitem__
 
     def to(self, device: Any, *args: Any, **kwargs: Any) -> Visible:
         """On another device, where a model is spread over several."""
