@@ -299,6 +299,16 @@ def against_standard(found: list[Count]) -> list[str]:
     return lines
 
 
+def merge(old: list[Count], new: list[Count]) -> list[Count]:
+    """`old`, where cells that `new` has are `new`'s, kernels and all; cells that `old` lacks come last."""
+    cells: tuple[dict[object, list[Count]], ...] = ({}, {})
+    for found, rows in zip(cells, (old, new), strict=True):
+        for row in rows:
+            key = (row.backend, row.direction, row.dtype, row.d, row.mask, row.dropout, row.seq, row.batch, row.heads)
+            found.setdefault(key, []).append(row)
+    return [row for cell in (cells[0] | cells[1]).values() for row in cell]
+
+
 def write(path: Path, found: list[Count]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:
@@ -359,7 +369,9 @@ def main(arguments: list[str] | None = None) -> None:
     print(table(found, args.kernels))
     if found and (args.out or args.write):
         suffix = "" if found[0].cache == "all" else "_not_flushed"
-        write(args.out or RESULTS / f"counters_{slug(found[0].device)}{suffix}.csv", found)
+        path = args.out or RESULTS / f"counters_{slug(found[0].device)}{suffix}.csv"
+        found = merge(read(path), found) if path.exists() else found  # what was not counted now stays
+        write(path, found)
     if args.into:
         args.into.write_text(fill(args.into.read_text(), found))
     print(f"{time.monotonic() - start:.0f} s")

@@ -102,13 +102,13 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
 }
 
 
-def fill(page: str, rows: list[Row]) -> str:
+def fill(page: str, rows: list[Row], tables: dict[str, Callable[[list[Row]], str]] = TABLES) -> str:
     """The page with its tables made anew. ValueError for a name that is no table, and for a page without any."""
 
     def table(match: re.Match[str]) -> str:
-        if match[2] not in TABLES:
-            raise ValueError(f"table {match[2]!r}: it must be one of {', '.join(TABLES)}")
-        return f"{match[1]}{TABLES[match[2]](rows)}\n{match[3]}"
+        if match[2] not in tables:
+            raise ValueError(f"table {match[2]!r}: it must be one of {', '.join(tables)}")
+        return f"{match[1]}{tables[match[2]](rows)}\n{match[3]}"
 
     filled, count = BLOCK.subn(table, page)
     if not count:

@@ -1,7 +1,7 @@
-"""A block of the Hopper backward played on the CPU, as `hopper_machine` plays the forward.
+"""Programs of the Hopper backward played on the CPU, as `hopper_machine` plays the forward's.
 
 wgmma and TMA are asynchronous here too: what one reads is being read until the wait that ends it, and whoever writes
-there before that fails. Where dQ is added up in one order, a `Device` runs several of them at once.
+there before that fails. A `Device` runs several of them at once, which claim their tiles from one counter.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tilewise.kernels.tensors import FAR
 CALL = (
     "q_len", "k_len", "diagonal", "left", "right", "scale", "softcap", "heads", "group", "tiles", "together", "total",
 )  # fmt: skip
-PLACE = (
-    "first", "s", "b", "kv", "before", "q_start", "do_start", "k_start", "v_start", "dk_start", "k_span", "call",
-)  # fmt: skip
+PLACE = ("first", "b", "kv", "before", "dk_start", "k_span", "call")
+RINGS = ("tiles", "k", "v", "q", "dq", "do", "statistics", "blocks", "BYTES")
 MASK = ("query_range", "mask_free_queries", "key_range", "tile_of")
 PLAYED = {  # functions that the partitions call, as the Python that they are
+    "claim", "tell", "place_told", "load_tile", "load_keys",
     "place_of_keys", "query_blocks", "free_queries", "load_queries", "shares_of_head", "shares_before", "block_told",
     "add_share", "step", "turn_of", "share_of_dq", "rows_at", "clipped", "sequence_of", "extent", "clamped", "live",
     "way", "visit", "load_chunks", "beside", "add_turned", "turned_product", "add_product",
@@ -47,8 +47,16 @@ class Memory(Anything):
     def permute(self, _: Any) -> Any:
         return Part(self, 0)
 
+    def copy(self) -> Memory:
+        """As it is now: a tile in registers."""
+        found = Memory(self.name, self.first)
+        found.holds = dict(self.holds)
+        return found
+
 
 class Part(Anything):
+    """Half of a buffer."""
+
     def __init__(self, memory: Memory, start: int) -> None:
         self.memory, self.start = memory, start
 
@@ -77,11 +85,13 @@ ROW = Anything()  # -L or -delta
 
 
 class Device:
-    """Runs programs, `room` of them at a time, begun in ascending order; has the counts of ended turns."""
+    """Runs programs, `room` of them at a time, begun in any order. It has the counters, of tiles and of ended turns."""
 
     def __init__(self, seed: int, room: int) -> None:
         self.scheduler, self.room = Scheduler(seed), room
-        self.running: dict[int, int] = {}  # by program: partitions that have not ended
+        self.running: dict[int, int] = {}  # by program that has begun: partitions that have not ended
+        self.counter = 0
+        self.claimed: set[int] = set()
         self.ended: dict[int, int] = defaultdict(int)  # turns, by share
         self.adding: dict[int, Any] = {}  # by share: the add that is on its way
         self.order: dict[int, list[Any]] = defaultdict(list)  # by share: adds that are in memory
@@ -90,10 +100,10 @@ class Device:
         partitions: dict[str, Callable[[], None]] = {}
         for block in blocks:
             parts = block.partitions()
-            self.running[block.program] = len(parts)
             partitions |= {f"{block.program} {name}": self.begun(block.program, part) for name, part in parts.items()}
         self.scheduler.run(partitions)
         assert not self.adding
+        assert not self.counter, "the next launch begins with it"
         for block in blocks:
             block.check_end()
 
@@ -101,8 +111,10 @@ class Device:
         """The partition, once there is room for its program."""
 
         def run() -> None:
-            before = range(program)
-            self.scheduler.until(lambda: sum(self.running[n] > 0 for n in before) < self.room)
+            self.scheduler.until(
+                lambda: program in self.running or sum(left > 0 for left in self.running.values()) < self.room
+            )
+            self.running.setdefault(program, BackwardBlock.PARTITIONS)
             part()
             self.running[program] -= 1
 
@@ -110,54 +122,69 @@ class Device:
 
 
 class BackwardBlock:
-    """One program. Its log: ("pair", consumer, (sequence, query head), keys from, queries from, masked, bit tile, keys
-    and queries from in their sequence), which statistics came with which queries, and what it stored.
+    """One program of `programs`. Its log: ("pair", consumer, (sequence, query head), keys from, queries from, masked,
+    bit tile, keys and queries from in their sequence), which statistics came with which queries, and what
+    it stored.
 
     numbers: of a `walk.Call`. lengths, lists: as the kernel makes them, with Pointers.
     """
 
+    PARTITIONS = 5
+
     def __init__(
-        self, numbers: tuple[Any, ...], options: Any, program: int, device: Device,
+        self, numbers: tuple[Any, ...], options: Any, program: int, programs: int, device: Device,
         lengths: tuple[Any, ...] = NO_LENGTHS, lists: tuple[Any, ...] = NO_LISTS,
     ) -> None:  # fmt: skip
-        self.O, self.program, self.device = options, program, device
+        self.O, self.device = options, device
+        self.program, self.programs = program, programs
         self.call = self.call_of(*numbers)
         self.lengths, self.lists = lengths, lists
         self.scheduler = device.scheduler
         self.log: list[tuple[Any, ...]] = []
         self.in_flight: dict[str, list[tuple[Product, list[Memory]]]] = defaultdict(list)
-        self.leaving: dict[str, list[Memory]] = defaultdict(list)  # by TMA
+        self.leaving: dict[str, list[tuple[Memory, Any]]] = defaultdict(list)  # by TMA; with the half of it, or None
         self.at_barrier = self.met = 0
         self.sides, self.chunk = steps.parts(options.WIDTH), config.chunk(options.WIDTH, options.WIDTH)
-        k, v, q = (self.ring(*x, self.sides) for x in (("k", 2, 2), ("v", 2, 1), ("q", options.STAGES, 2)))
-        dq, blocks = self.ring("dQ", 2 * options.PLACES, 1), self.ring("blocks", 4, 4)
-        do = tuple(self.buffers("do", options.STAGES, self.sides))
-        (rows,) = self.buffers("statistics", options.STAGES)
-        loads = 2 * (options.WIDTH // self.chunk) + 1
-        self.rings = SimpleNamespace(k=k, v=v, q=q, dq=dq, do=do, statistics=rows, blocks=blocks, BYTES=loads)
-        self.ds = Buffers([Memory("dS") for _ in range(4)])
+        self.rings: Any = None
+        self.numbers = numbers
 
     def partitions(self) -> dict[str, Callable[[], None]]:
-        consume, produce, add = (self.rewired(f) for f in (backward.consumer, backward.producer, backward.adder))
+        """What the kernel starts, on the rings that it makes."""
+        chunk = self.chunk
+        blocks = {
+            **dict.fromkeys(("dk", "dv", "k", "v"), (1, 1, 64, chunk)), "rows": (2, 1, self.O.ROWS),
+            **dict.fromkeys(("q", "do"), (1, 1, self.O.ROWS, chunk)), "dq": (config.dq_columns(self.O.WIDTH) // 4, 256),
+        }  # fmt: skip
+        descriptors = (self.descriptor(x, blocks[x]) for x in ("dk", "dv", "dq", "q", "k", "v", "do", "rows"))
+        *pointers, batch, q_apart, do_apart, k_apart, v_apart = self.lengths
+        self.rewired(backward.backward_kernel)(
+            *descriptors, 0, "counter", *pointers, *self.lists[:5], "bits", *self.numbers, batch, q_apart, do_apart,
+            k_apart, v_apart, *self.lists[6:], self.O,
+        )  # fmt: skip
+        return self.started
 
-        def consumer(c: int) -> Callable[[], None]:
-            return lambda: consume("dk", "dv", self.ds, "bits", self.lengths, self.rings, self.call, c, self.O)
+    def start(self, partitions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
+        def bound(function: Any, arguments: tuple[Any, ...]) -> Callable[[], None]:
+            played = self.rewired(function)
+            return lambda: played(*arguments)
 
-        def adder(c: int) -> Callable[[], None]:
-            return lambda: add(accumulator, 0, self.lengths, self.rings, self.call, c, self.O)
+        names = {backward.consumer: "{}", backward.adder: "{} adds", backward.producer: "producer"}
+        self.started = {names[f].format(arguments[-2]): bound(f, arguments) for f, arguments in partitions}
+        assert len(self.started) == self.PARTITIONS
 
-        accumulator = _Descriptor("dq", 256)
-        accumulator.block_shape = (config.dq_columns(self.O.WIDTH) // 4, 256)
-        accumulator.layout = None
-        q, k, v, do = (_Descriptor(name, self.chunk) for name in ("q", "k", "v", "do"))
-        partitions = {str(c): consumer(c) for c in (0, 1)} | {f"{c} adds": adder(c) for c in (0, 1)}
-        partitions["producer"] = lambda: produce(
-            q, k, v, do, "rows", self.lengths, self.lists, self.rings, self.call, self.O
-        )
-        return partitions
+    def descriptor(self, name: str, block: tuple[int, ...]) -> _Descriptor:
+        made = _Descriptor(name, block[-1])
+        made.block_shape, made.layout, made.dtype = block, name, None
+        return made
+
+    def rings_of(self, *fields: Any) -> Any:
+        self.rings = SimpleNamespace(**dict(zip(RINGS, fields, strict=True)))
+        self.rings.BYTES = 2 * (self.O.WIDTH // self.chunk) + 1  # loads
+        return self.rings
 
     def check_end(self) -> None:
-        for ring in (self.rings.q, self.rings.dq, self.rings.blocks):
+        for name in ("tiles", "k", "v", "q", "dq", "blocks"):
+            ring = getattr(self.rings, name)
             for full, empty in zip(ring.full, ring.empty, strict=True):
                 assert full.phase == empty.phase, "what was committed was not released"
         assert not self.at_barrier
@@ -171,25 +198,30 @@ class BackwardBlock:
         return call
 
     def place_of(self, *fields: Any) -> Any:
-        place = SimpleNamespace(**dict(zip(PLACE, fields, strict=True)))
-        self.sequence = place.s
-        return place
+        return SimpleNamespace(**dict(zip(PLACE, fields, strict=True)))
 
     def head(self, b: int, h: int) -> tuple[int, int]:
-        """(Sequence, head) of a block that lies in (b, h)."""
-        assert b == (0 if self.O.PACKED else self.sequence)
-        return self.sequence, h
+        """(Sequence, head) of a block that lies in (b, h), and which the tile of keys in shared memory takes."""
+        _, of_k, kv, row, _ = self.rings.k.buffers[0].holds["loaded"]
+        assert (of_k, kv) == (b, h // self.call.group)
+        if not self.O.PACKED:
+            return b, h
+        starts = self.lengths[1].data
+        (sequence,) = (s for s in range(len(starts) - 1) if starts[s] <= row < starts[s + 1])
+        return sequence, h
 
     def buffers(self, name: str, stages: int, sides: Sequence[int] = (1,)) -> Iterator[Buffers]:
         """Of each part."""
         for n in range(len(sides)):
             yield Buffers([Memory(name, sum(sides[:n])) for _ in range(stages)])
 
-    def ring(self, name: str, stages: int, readers: int, sides: Sequence[int] = (1,)) -> Any:
-        first, *others = self.buffers(name, stages, sides)
+    def ring(self, parts: Sequence[Buffers], readers: int) -> Any:
+        """A pipeline.Ring with its own methods; BYTES are loads."""
+        first, *others = parts
+        full, empty = (Buffers([Barrier(count) for _ in first]) for count in (1, readers))
         ring = SimpleNamespace(
-            STAGES=stages, BYTES=max(sum(sides) // self.chunk, 1), buffers=first, others=tuple(others),
-            full=Buffers([Barrier(1) for _ in range(stages)]), empty=Buffers([Barrier(readers) for _ in range(stages)]),
+            STAGES=len(first), BYTES=self.O.WIDTH // self.chunk, buffers=first, others=tuple(others), full=full,
+            empty=empty,
         )  # fmt: skip
         for method in ("acquire", "commit", "expect", "load_parts", "parts", "place", "wait", "release"):
             setattr(ring, method, self.rewired(getattr(pipeline.Ring, method)).__get__(ring))
@@ -199,20 +231,25 @@ class BackwardBlock:
         """The Python of a jitted function, with these names in place of its module's."""
         plain = function.fn
         names = {**plain.__globals__, **{n: getattr(mask, n) for n in MASK}}
-        language = _Language(self.program)
-        language.where = lambda condition, yes, no: yes if condition else no
+        language = _Language(self.program, self.programs)
+        language.allocate_shared_memory = lambda _, shape, layout: next(self.buffers(layout, shape[0]))
+        language.NVMMASharedLayout = SimpleNamespace(get_default_for=lambda *_: "dS")
+        language.SwizzledSharedLayout = lambda *_: "numbers"
+        language.warp_specialize = self.start
         names |= {
             "gl": language, "mbarrier": self, "tma_load": self.tma_load, "PIECE": 64, "KEYS": 128, "LN2": 1.0,
             "matrix": lambda memory: memory, "queries": self.queries, "begin_with": lambda row: row,
-            "in_registers": tuple,
+            "in_registers": self.in_registers, "begin_claim": self.begin_claim, "end_claim": self.end_claim,
             "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.finish, "score_gradient": self.score_gradient,
             "put_share": self.put_share, "tma_add": self.tma_add, "await_turn": self.await_turn,
             "end_turn": self.end_turn, "meet": self.meet, "wait_for_stores": self.wait_for_stores,
             "store": self.store, "zeros": lambda _: (Anything(),) * len(self.sides), "scaled": lambda sums, _: sums,
             "accumulator": lambda _: None, "chunks_of": self.chunks_of, "seen_as": self.seen_as,
             "fence_async_shared": lambda: None, "uniform": lambda x: x,
+            "buffers_of": lambda n, _, name: tuple(self.buffers(name, n, self.sides)), "ring_of_parts": self.ring,
+            "ring_of": lambda buffers, readers: self.ring((buffers,), readers), "Rings": self.rings_of,
             "TILE": 128, "FAR": FAR, "Place": self.place_of, "Call": self.call_of,
-            "put": self.put, "number": lambda memory, at: memory.holds[at],
+            "put": self.put, "number": self.number,
             "below": lambda list, n, tile: sum(x < tile for x in list.data[list.at :][:n]),
         }  # fmt: skip
         for name in PLAYED & set(plain.__code__.co_names):
@@ -239,8 +276,9 @@ class BackwardBlock:
 
     def write(self, memory: Memory, key: Any, value: Any) -> None:
         read = [of for flying in self.in_flight.values() for _, parts in flying for of in parts]
-        read += [of for leaving in self.leaving.values() for of in leaving]
+        leaving = [half for halves in self.leaving.values() for of, half in halves if of is memory]
         assert all(memory is not of for of in read), f"{memory.name} is written while it is read"
+        assert not {None, key}.intersection(leaving), f"{memory.name} is written while it is stored"
         memory.holds[key] = value
 
     def chunks_of(self, parts: list[Memory], _: Any) -> list[tuple[Memory, int]]:
@@ -248,8 +286,29 @@ class BackwardBlock:
         return [(part, part.first + n) for part, side in sides for n in range(0, side, self.chunk)]
 
     def seen_as(self, memory: Memory, shape: list[int], _: Any) -> Buffers:
+        if memory.name == "dS":
+            assert shape == [self.O.ROWS // 64, 1, 1, 64, 64]
+            return Buffers([Part(memory, 64 * n) for n in range(shape[0])])
         assert shape[0] * shape[1] == memory.shape[0]
         return Buffers([(memory, shape[1] * n) for n in range(shape[0])])
+
+    def in_registers(self, parts: list[Memory]) -> tuple[Memory, ...]:
+        self.scheduler.until()
+        return tuple(part.copy() for part in parts)
+
+    def begin_claim(self, _: str) -> int:
+        self.scheduler.until()
+        claim = self.device.counter
+        assert claim not in self.device.claimed, "the counter was set back too early"
+        self.device.claimed.add(claim)
+        self.device.counter += 1
+        return claim
+
+    def end_claim(self, claim: int, _: str, total: int) -> int:
+        self.scheduler.until()
+        if claim == total - 1:
+            self.device.counter = 0
+        return _Int(claim + self.programs)
 
     def tma_load(self, descriptor: str, at: list[int], barrier: Any, place: Any) -> None:
         """place: a Memory, or of one a chunk and its column."""
@@ -274,6 +333,10 @@ class BackwardBlock:
     def put(self, memory: Memory, at: int, numbers: tuple[int, ...]) -> None:
         self.write(memory, "told", None)
         memory.holds |= dict(enumerate((_Int(number) for number in numbers), at))
+
+    def number(self, memory: Memory, at: int) -> Any:
+        self.scheduler.until()
+        return memory.holds[at]
 
     def queries(self, rings: Any, at: int, piece: int) -> tuple[Any, ...]:
         tiles = rings.q.place(at), [part.index(at) for part in rings.do]
@@ -347,7 +410,7 @@ class BackwardBlock:
         block, row = divmod(at[0], self.O.ROWS * self.O.WIDTH // 256)
         assert row == 16 * c + behind
         share, add = 2 * block + c, memory.holds["dq"]
-        self.leaving[self.me].append(memory)
+        self.leaving[self.me].append((memory, None))
         if behind:
             self.scheduler.until()
             return
@@ -376,10 +439,12 @@ class BackwardBlock:
             self.at_barrier, self.met = 0, met + 1
         self.scheduler.until(lambda: self.met > met)
 
-    def store(self, sums: Any, parts: list[Memory], descriptor: str, at: list[int]) -> None:
+    def store(self, sums: Any, parts: list[Any], descriptor: str, at: list[int]) -> None:
         assert not self.in_flight[self.me]
         assert len(sums) == len(parts)
-        for memory in parts:
-            self.write(memory, "result", None)
-            self.leaving[self.me].append(memory)
+        for part in parts:
+            memory, half = (part.memory, part.start) if isinstance(part, Part) else (part, None)
+            self.write(memory, half, descriptor)
+            self.leaving[self.me].append((memory, half))
+        self.scheduler.until()
         self.log.append((descriptor, *at))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ HEADER = (
     '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device",'
     '"CC","dram__bytes_read.sum","dram__bytes_write.sum","gpu__time_duration.sum","lts__t_bytes.sum"'
 )
+FIGURES = {f.name: f.default for f in fields(counters.Count) if f.default is not MISSING}
 UNITS = '"","","","","","","","","","","","byte","byte","ns","byte"'
 
 
@@ -216,3 +218,14 @@ def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     found = counters.read(counters.RESULTS / "counters_h200.csv")
     counters.write(tmp_path / "again.csv", found)
     assert (tmp_path / "again.csv").read_text() == (counters.RESULTS / "counters_h200.csv").read_text()
+
+
+def test_cells_counted_anew_take_their_old_place(tmp_path: Path) -> None:
+    old = counters.read(counters.RESULTS / "counters_h200.csv")
+    one = next(row for row in old if row.kernel == ALL and row.backend == "hopper" and row.direction == "backward")
+    new = [replace(one, us=1.0), replace(one, kernel="k")]
+    merged = counters.merge(old, [*new, replace(one, seq=7)])
+    at = old.index(one)
+    gone = [row for row in old if replace(row, kernel=ALL, **FIGURES) == replace(one, **FIGURES)]
+    assert merged == [*old[:at], *new, *old[at + len(gone) :], replace(one, seq=7)]
+    assert len(gone) > 1

@@ -18,12 +18,12 @@ import pytest
 import torch
 from cases import NAMED
 from covering import excluded, options, pairs
-from triton_cases import TIMES, covering_samples, interpreted, interpreted_case, kind, shards, small_samples
+from triton_cases import TIMES, covering_samples, each_time, interpreted, interpreted_case, kind, shards, small_samples
 
 import tilewise
 
 TESTS = Path(__file__).parent
-SHARDS = 8
+SHARDS = 5
 CASES = "test_interpreted_cases.py"
 OTHERS = sorted(path.name for path in TESTS.glob("interpreted/test_*.py") if path.name != CASES)
 
@@ -46,10 +46,11 @@ def in_the_interpreter(file: str, **environment: str) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("now", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_cases(shard: int, tmp_path: Path) -> None:
+def test_cases(shard: int, now: bool, tmp_path: Path) -> None:
     names = tmp_path / "names"
-    names.write_text("\n".join(shards(SHARDS)[shard]))
+    names.write_text("\n".join(shards(SHARDS, now)[shard]))
     in_the_interpreter(CASES, TILEWISE_CASES=str(names))
 
 
@@ -80,9 +81,10 @@ def test_the_samples_hold_every_pair_of_options_twice() -> None:
         if not excluded(pair := ((a, x), (b, y)))
     ]  # fmt: skip
     assert len(wanted) > 1500
-    held = Counter(pair for case in covering_samples().values() for pair in pairs(options(case)))
-    rare = {pair: held[pair] for pair in wanted if held[pair] < TIMES}
-    assert not rare
+    for times in (1, TIMES):
+        held = Counter(pair for case in covering_samples(times).values() for pair in pairs(options(case)))
+        rare = {pair: held[pair] for pair in wanted if held[pair] < times}
+        assert not rare
 
 
 def test_nearly_every_kind_of_named_case_is_there() -> None:
@@ -102,8 +104,9 @@ def test_cases_are_found_by_name() -> None:
 
 
 def test_shards_share_the_cases_out() -> None:
-    parts = shards(SHARDS)
+    parts = shards(SHARDS, True) + shards(SHARDS, False)
     assert sorted(name for part in parts for name in part) == sorted(interpreted())
+    assert len(each_time()) > 200
 
 
 # ---- without the interpreter and without a GPU -----------------------------------------------------------------------

@@ -28,6 +28,7 @@ def for_triton(case: Case, bf16: bool = True) -> Case:
 # ---- in the interpreter ----------------------------------------------------------------------------------------------
 
 SEEDS, TIMES = 9000, 2
+LONG = 2.2  # of `interpreter_cost`: named cases above it wait for a release, and so does each pair's second time
 TILE = 16  # rows and keys, about as the kernels have them there
 MOST, MOST_OF_A_KIND, MOST_SAMPLED = 9, 200, 160  # pairs of tiles; larger cases wait for a GPU
 
@@ -47,7 +48,7 @@ def interpreted() -> dict[str, Case]:
         kinds.add(kind(name))
         if tile_steps(case, TILE) <= (MOST_OF_A_KIND if first else MOST):
             cases[f"named {name}"] = case
-    return cases | {f"sample({seed})": case for seed, case in covering_samples().items()}
+    return cases | {f"sample({seed})": case for seed, case in (covering_samples(1) | covering_samples()).items()}
 
 
 def interpreted_case(name: str) -> Case:
@@ -71,11 +72,21 @@ def smaller(case: Case) -> Case:
 
 
 @cache
-def covering_samples() -> dict[int, Case]:
+def covering_samples(times: int = TIMES) -> dict[int, Case]:
     pool = small_samples()
     seeds, cases = list(pool), list(pool.values())
-    chosen = cover([options(case) for case in cases], TIMES, lambda n: interpreter_cost(cases[n]))
+    chosen = cover([options(case) for case in cases], times, lambda n: interpreter_cost(cases[n]))
     return {seeds[n]: cases[n] for n in sorted(chosen)}
+
+
+@cache
+def each_time() -> frozenset[str]:
+    """Those of `interpreted` that run at each commit: named ones that are not `LONG`, and each two options once."""
+    once = {f"sample({seed})" for seed in covering_samples(1)}
+    return frozenset(
+        name for name, case in interpreted().items()
+        if (interpreter_cost(case) <= LONG if name.startswith("named ") else name in once)
+    )  # fmt: skip
 
 
 @cache
@@ -88,11 +99,12 @@ def small_samples() -> dict[int, Case]:
     }  # fmt: skip
 
 
-def shards(count: int) -> list[list[str]]:
-    """The names of `interpreted` in `count` parts that take about equally long."""
+def shards(count: int, now: bool) -> list[list[str]]:
+    """The names of `each_time`, or of the others of `interpreted`, in `count` parts that take about equally long."""
     parts: list[list[str]] = [[] for _ in range(count)]
     loads = [0.0] * count
-    for name, case in sorted(interpreted().items(), key=lambda item: -interpreter_cost(item[1])):
+    chosen = {name: case for name, case in interpreted().items() if (name in each_time()) == now}
+    for name, case in sorted(chosen.items(), key=lambda item: -interpreter_cost(item[1])):
         least = loads.index(min(loads))
         parts[least].append(name)
         loads[least] += interpreter_cost(case)

@@ -166,6 +166,42 @@ def test_streams_at_once(name: str, cuda: None) -> None:
         assert_same(result, expected)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["64 causal", "128 causal"])
+def test_gradients_on_streams_at_once(name: str, deterministic: bool, cuda: None) -> None:
+    """Launches share the SMs: a program that waits for another's sums may not keep that one from its SM."""
+    grads = gradients_of(name)
+    expected = grads(deterministic)
+    torch.cuda.synchronize()
+    streams, results = [torch.cuda.Stream() for _ in range(3)], []
+    for n in range(60):
+        with torch.cuda.stream(streams[n % 3]):
+            results.append(grads(deterministic))
+    torch.cuda.synchronize()
+    first = 0 if deterministic else 1
+    for found in results:
+        assert_same(found[first:], expected[first:])
+
+
+@pytest.mark.parametrize("name", ["64 causal", "128 causal"])
+def test_gradients_in_a_graph(name: str, cuda: None) -> None:
+    """Two launches of it, replayed: each leaves its counter of tiles as it found it."""
+    grads = gradients_of(name)
+    expected = grads(True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [grads(True), grads(True)]
+    for _ in range(5):
+        for result in results:
+            for x in result:
+                x.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        for result in results:
+            assert_same(result, expected)
+
+
 @pytest.mark.parametrize("name", ["64 causal", "128 causal"])
 def test_graphs_recorded_on_one_stream_replayed_on_two(name: str, cuda: None) -> None:
     tensors, call = inputs(name)

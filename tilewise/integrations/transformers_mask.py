@@ -12,8 +12,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
+from ..block_mask import BlockMask
 from ..mask import Band, Masked, causal
-from ..problem import _checked
+from ..problem import MaskLike, _checked
 
 
 class Visible:
@@ -27,7 +28,7 @@ class Visible:
 
     def __init__(
         self,
-        mask: Band | Masked | Tensor | None,
+        mask: MaskLike,
         q_lens: Tensor | None = None,
         k_lens: Tensor | None = None,
         is_causal: bool = False,
@@ -50,7 +51,13 @@ class Visible:
         """On another device, where a model is spread over several."""
 
         def moved(x: Any) -> Any:
-            return x.to(device, *args, **kwargs) if isinstance(x, Tensor) else x
+            return (
+                x.to(device, *args, **kwargs)
+                if isinstance(x, Tensor)
+                else x.to(device)
+                if isinstance(x, BlockMask)
+                else x
+            )
 
         mask = Masked(self.mask.band, moved(self.mask.mask)) if isinstance(self.mask, Masked) else moved(self.mask)
         return Visible(mask, moved(self.q_lens), moved(self.k_lens), self.is_causal, moved(self.cu))

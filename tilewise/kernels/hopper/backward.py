@@ -6,6 +6,9 @@
                      dV += P^T dO   dK += dS^T Q     dQ += dS K
     convert_kernel   dQ from fp32, times the scale
 
+Each program is one block of an SM and stays there: it claims tiles, the long ones first, until none is left. What comes next
+is loaded while the last tile's dK and dV leave.
+
 A consumer warpgroup owns 64 of the keys. S and dP are made transposed, so that P^T and dS^T lie in registers as the first
 operands of dV and dK. Only dQ sums over the keys of both consumers: dS^T goes through shared memory, and each consumer
 makes a share of dQ's block, which a warp beside it (`adder`) has TMA add to an fp32 accumulator in global memory. The
@@ -29,7 +32,9 @@ from .pipeline import (
     Ring,
     aggregate,
     await_turn,
+    begin_claim,
     computed,
+    end_claim,
     end_turn,
     load_chunks,
     matrix,
@@ -56,14 +61,16 @@ mask_free_queries = gluon.jit(arithmetic.mask_free_queries)
 
 @aggregate
 class Rings:
-    """What the producer hands the consumers. Items 0 and 1 of k and v are the consumers' pieces; they stay.
+    """What the producer hands the consumers. Items 2 t + c of k and v are consumer c's pieces of tile t, and stay as long as it.
 
-    An item of q is a block of queries: Q, and in the same place of the other two dO and (-L, -delta). Of dq, which goes from
-    the consumers to their adders, item 2 n + c is consumer c's share of block n's. With a BlockMask the producer alone knows
-    which block comes: the same item of blocks tells consumers and adders (its first share of dQ, its number, its bit tile's
-    place in the pool, or -1), and after the last one (-1, 0, 0).
+    tiles: `tell` says what of each; consumers and adders read it. An item of q is a block of queries: Q, and in the same
+    place of the other two dO and (-L, -delta); blocks are counted on from tile to tile. Of dq, which goes from the consumers
+    to their adders, item 2 n + c is consumer c's share of block n's. With a BlockMask the producer alone knows which block
+    comes: item n + t of blocks tells consumers and adders (its first share of dQ, its number, its bit tile's place in the
+    pool, or -1), and after a tile's last one (-1, 0, 0).
     """
 
+    tiles: Ring
     k: Ring
     v: Ring
     q: Ring
@@ -74,7 +81,8 @@ class Rings:
     BYTES: gl.constexpr  # of an item
 
     @gluon.constexpr_function
-    def __init__(self, k, v, q, dq, do, statistics, blocks, BYTES):
+    def __init__(self, tiles, k, v, q, dq, do, statistics, blocks, BYTES):
+        self.tiles = tiles
         self.k = k
         self.v = v
         self.q = q
@@ -87,47 +95,36 @@ class Rings:
 
 @aggregate
 class Place:
-    """Where a program's tile of keys is, and the call as its sequence has it."""
+    """Where a tile of keys is, and the call as its sequence has it."""
 
-    first: gl.tensor  # of its sequence's keys; one behind its end where a program has no tile
-    s: gl.tensor  # the sequence
-    b: gl.tensor  # that, or 0 of a packed one: where in Q, K and dK it is
+    first: gl.tensor  # of its sequence's keys
+    b: gl.tensor  # the sequence, or 0 of a packed one: where in Q, K and dK it is
     kv: gl.tensor
     before: gl.tensor  # blocks of queries that statistics and dQ have before the sequence's
-    q_start: gl.tensor  # its first row in descriptors that clip at its end
-    do_start: gl.tensor
-    k_start: gl.tensor
-    v_start: gl.tensor
-    dk_start: gl.tensor
+    dk_start: gl.tensor  # its first row in dK and dV, where their descriptors clip at its end
     k_span: gl.tensor  # keys it has in memory
     call: Call
 
     @gluon.constexpr_function
-    def __init__(self, first, s, b, kv, before, q_start, do_start, k_start, v_start, dk_start, k_span, call):
+    def __init__(self, first, b, kv, before, dk_start, k_span, call):
         self.first = first
-        self.s = s
         self.b = b
         self.kv = kv
         self.before = before
-        self.q_start = q_start
-        self.do_start = do_start
-        self.k_start = k_start
-        self.v_start = v_start
         self.dk_start = dk_start
         self.k_span = k_span
         self.call = call
 
 
 @gluon.jit
-def place_of_keys(call, lengths, O: gl.constexpr):
-    """The Place of this program. Long tiles come first: a causal mask's first ones.
+def place_of_keys(tile, call, lengths, O: gl.constexpr):
+    """(Place of the tile-th tile, (its sequence, that one's first row in Q, dO, K and V, whose descriptors clip at its end)).
 
-    Ordered, the last tiles of a head do. Tiles wait for later ones (`turn_of`), and never for a program behind their own: of
-    those at work the first waits for none. That blocks start in ascending order is what CUB's scan relies on as well.
-    More packed tiles are counted than there are: behind its sequence's end one sees no query, and stores nothing.
+    Long tiles come first: a causal mask's first ones. Ordered, the last tiles of a head do, for which others wait (`turn_of`).
+    More packed tiles are counted than there are: they are behind their sequence's end in memory.
     """
     cu_q, cu_k, q_lens, k_lens, batch, q_apart, do_apart, k_apart, v_apart = lengths
-    tile, bh = tile_of(gl.program_id(0), call.tiles, call.together, call.total // call.tiles)
+    tile, bh = tile_of(tile, call.tiles, call.together, call.total // call.tiles)
     kv_heads = call.heads // call.group
     if not O.ORDERED:
         tile = call.tiles - 1 - tile
@@ -148,13 +145,37 @@ def place_of_keys(call, lengths, O: gl.constexpr):
             dk_start = s * (call.k_len * kv_heads)
         first = uniform(gl.where(tile < 0, k_span, tile * KEYS))
         own = call.with_lengths(uniform(q_len), uniform(k_len), O)
-        return Place(
-            first, s, b, kv, before, s * q_apart + q_start, s * do_apart + q_start, s * k_apart + k_start,
-            s * v_apart + k_start, dk_start, k_span, own,
-        )  # fmt: skip
+        starts = (s, s * q_apart + q_start, s * do_apart + q_start, s * k_apart + k_start, s * v_apart + k_start)
+        return Place(first, b, kv, before, dk_start, k_span, own), starts
     else:
         none = b * 0
-        return Place(first, b, b, kv, none, none, none, none, none, none, call.k_len, call)
+        return Place(first, b, kv, none, none, call.k_len, call), (b, none, none, none, none)
+
+
+# ---- a tile's message ------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def tell(rings, t, place, O: gl.constexpr):
+    """Tile t's Place, as a message. To find a packed sequence takes one load after the other, and the producer has the time:
+    consumers and adders are at the tile before."""
+    message = rings.tiles.acquire(t)
+    put(message, 0, (place.first, place.b, place.kv))
+    if O.VARIED:
+        put(message, 3, (place.call.q_len, place.call.k_len, place.before, place.dk_start, place.k_span))
+    rings.tiles.commit(t)
+
+
+@gluon.jit
+def place_told(first, message, call, O: gl.constexpr):
+    """The same, from a message that begins with `first`."""
+    b = number(message, 1)
+    kv = number(message, 2)
+    if O.VARIED:
+        own = call.with_lengths(number(message, 3), number(message, 4), O)
+        return Place(first, b, kv, number(message, 5), number(message, 6), number(message, 7), own)
+    else:
+        return Place(first, b, kv, b * 0, b * 0, call.k_len, call)
 
 
 @gluon.jit
@@ -178,49 +199,107 @@ def free_queries(first, call):
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, do_desc, statistics_desc, lengths, lists, rings, call, O: gl.constexpr):
-    """One warp: the tile's K and V, then block after block of each query head.
+def producer(q_desc, k_desc, v_desc, do_desc, statistics_desc, counter, lengths, lists, rings, call, O: gl.constexpr):
+    """One warp: claims tiles, and loads of each K and V, then block after block of each query head.
 
-    Behind a sequence's end all of them have zeros, whatever is there: 0 * NaN is not 0.
+    The next tile is claimed behind the last block of this one, as late as possible, so that it goes to the program that will
+    be free first.
     """
-    place = place_of_keys(call, lengths, O)
-    own = place.call
-    for c in gl.static_range(2):
-        at = place.first + PIECE * c
-        rings.k.load_parts(c, k_desc, rows_at(place.b, place.kv, at, place.k_start, own.k_len, O.K_CLIPPED))
-        rings.v.load_parts(c, v_desc, rows_at(place.b, place.kv, at, place.v_start, own.k_len, O.K_CLIPPED))
-    lo, hi = query_blocks(place.first, own, O.ROWS)
+    tile = gl.program_id(0)
+    if O.ORDERED:
+        tile = claim(counter, call, O)
+    t = 0
     n = 0  # blocks loaded
+    while tile < call.total:
+        place, starts = place_of_keys(tile, call, lengths, O)
+        if not O.PACKED or (place.first < place.k_span):
+            tell(rings, t, place, O)
+            n = load_tile(
+                q_desc, k_desc, v_desc, do_desc, statistics_desc, lengths, lists, t, n, place, starts, rings, call, O
+            )
+            t += 1
+        tile = claim(counter, call, O)
+    put(rings.tiles.acquire(t), 0, (-1,))
+    rings.tiles.commit(t)
+
+
+@gluon.jit
+def claim(counter, call, O: gl.constexpr):
+    """The next tile; call.total or more: there is none left.
+
+    Ordered, programs claim their first one, too. A tile waits for lower ones only, and those are then all with programs at
+    work, none with one that has to wait for an SM. Of tiles not done the lowest waits for none, and its program has done
+    all that it claimed before: there is always one that goes on.
+    """
+    if O.ORDERED:
+        programs = gl.num_programs(0)
+        return end_claim(begin_claim(counter), counter, call.total + programs) - programs
+    else:
+        return end_claim(begin_claim(counter), counter, call.total)
+
+
+@gluon.jit
+def load_tile(
+    q_desc, k_desc, v_desc, do_desc, statistics_desc, lengths, lists, t, n, place, starts, rings, call, O: gl.constexpr
+):
+    """n, with tile t's K and V loaded, and its blocks of queries, from number n on.
+
+    The first block comes before K and V, whose places are the last of the tile before that are free. Behind a sequence's end
+    all of them have zeros, whatever is there: 0 * NaN is not 0.
+    """
+    before = n
+    lo, hi = query_blocks(place.first, place.call, O.ROWS)
     for member in range(call.group):
         h = place.kv * call.group + member
         if O.BLOCKS:
             head_share = shares_before(place, member, shares_of_head(call, lengths, O), call, 0)
-            blocks = way(lists, place.s, h, place.first // KEYS, lo * O.ROWS, hi * O.ROWS, O.ROWS, O.CUT)
+            blocks = way(lists, starts[0], h, place.first // KEYS, lo * O.ROWS, hi * O.ROWS, O.ROWS, O.CUT)
             for j in range(blocks[0]):
                 i0, bits = visit(blocks, j, lists, 0, O.ROWS)
                 block = i0 // O.ROWS
-                put(rings.blocks.acquire(n), 0, (head_share + 2 * block, block, bits))
-                rings.blocks.commit(n)
-                load_queries(q_desc, do_desc, statistics_desc, n, h, block, place, rings, O)
+                put(rings.blocks.acquire(n + t), 0, (head_share + 2 * block, block, bits))
+                rings.blocks.commit(n + t)
+                load_queries(q_desc, do_desc, statistics_desc, n, h, block, place, starts, rings, O)
+                if n == before:
+                    load_keys(k_desc, v_desc, t, place, starts, rings, O)
                 n += 1
         else:
             for block in range(lo, hi):
-                load_queries(q_desc, do_desc, statistics_desc, n, h, block, place, rings, O)
+                load_queries(q_desc, do_desc, statistics_desc, n, h, block, place, starts, rings, O)
+                if n == before:
+                    load_keys(k_desc, v_desc, t, place, starts, rings, O)
                 n += 1
+    if n == before:
+        load_keys(k_desc, v_desc, t, place, starts, rings, O)
     if O.BLOCKS:
-        put(rings.blocks.acquire(n), 0, (-1, 0, 0))
-        rings.blocks.commit(n)
+        put(rings.blocks.acquire(n + t), 0, (-1, 0, 0))
+        rings.blocks.commit(n + t)
+    return n
 
 
 @gluon.jit
-def load_queries(q_desc, do_desc, statistics_desc, n, h, block, place, rings, O: gl.constexpr):
+def load_keys(k_desc, v_desc, t, place, starts, rings, O: gl.constexpr):
+    """Tile t's K and V."""
+    _, _, _, k_start, v_start = starts
+    end = place.call.k_len
+    for c in gl.static_range(2):
+        at = place.first + PIECE * c
+        rings.v.load_parts(2 * t + c, v_desc, rows_at(place.b, place.kv, at, v_start, end, O.K_CLIPPED))
+    for c in gl.static_range(2):
+        at = place.first + PIECE * c
+        rings.k.load_parts(2 * t + c, k_desc, rows_at(place.b, place.kv, at, k_start, end, O.K_CLIPPED))
+
+
+@gluon.jit
+def load_queries(q_desc, do_desc, statistics_desc, n, h, block, place, starts, rings, O: gl.constexpr):
     """Item n of rings.q: a block of head h's queries."""
     own = place.call
+    _, q_start, do_start, _, _ = starts
     full = rings.q.expect(n, rings.BYTES)
     at = n % O.STAGES
     i0 = block * O.ROWS
-    q_at = rows_at(place.b, h, i0, place.q_start, own.q_len, O.Q_CLIPPED)
-    do_at = rows_at(place.b, h, i0, place.do_start, own.q_len, O.Q_CLIPPED)
+    q_at = rows_at(place.b, h, i0, q_start, own.q_len, O.Q_CLIPPED)
+    do_at = rows_at(place.b, h, i0, do_start, own.q_len, O.Q_CLIPPED)
     load_chunks(rings.q.place(at), q_desc, q_at, full)
     padded = [0, place.b * own.heads + h, (place.before + block) * O.ROWS]
     tma_load(statistics_desc, padded, full, rings.statistics.index(at))
@@ -384,7 +463,7 @@ def shares_before(place, member, a_head, call, C: gl.constexpr):
 
 @gluon.jit
 def block_told(n, rings):
-    """(First share of dQ, number, its bit tile's place or -1) of block n."""
+    """(First share of dQ, number, its bit tile's place or -1) of a block, by item n of rings.blocks."""
     told = rings.blocks.wait(n)
     share = number(told, 0)
     block = number(told, 1)
@@ -414,30 +493,34 @@ def adder(dq_desc, turns, lengths, rings, call, C: gl.constexpr, O: gl.constexpr
 
     turns: how many adds each share has in memory. A turn ends when its sum is there, for the next may be of another SM.
     """
-    if O.BLOCKS:
-        n = 0  # blocks added
-        share, _, _ = block_told(n, rings)
-        while share >= 0:
-            add_share(dq_desc, n, share + C, rings, C, O)
-            n += 1
-            share, _, _ = block_told(n, rings)
-    else:
-        place = place_of_keys(call, lengths, O)
-        lo, hi = query_blocks(place.first, place.call, O.ROWS)
-        a_head = shares_of_head(call, lengths, O)
-        n = 0
-        for member in range(call.group):
-            head_share = shares_before(place, member, a_head, call, C)
-            for block in range(lo, hi):
-                share = head_share + 2 * block
-                if O.ORDERED:
-                    await_turn(
-                        turns + share, turn_of(place.first, block, place.call, O)
-                    )  # mostly it has come before the share
-                add_share(dq_desc, n, share, rings, C, O)
-                if O.ORDERED:
-                    end_turn(turns + share)
+    t = 0
+    n = 0  # blocks added
+    first = number(rings.tiles.wait(0), 0)
+    while first >= 0:
+        place = place_told(first, rings.tiles.buffers.index(t % rings.tiles.STAGES), call, O)
+        rings.tiles.release(t)
+        if O.BLOCKS:
+            share, _, _ = block_told(n + t, rings)
+            while share >= 0:
+                add_share(dq_desc, n, share + C, rings, C, O)
                 n += 1
+                share, _, _ = block_told(n + t, rings)
+        else:
+            lo, hi = query_blocks(place.first, place.call, O.ROWS)
+            a_head = shares_of_head(call, lengths, O)
+            for member in range(call.group):
+                head_share = shares_before(place, member, a_head, call, C)
+                for block in range(lo, hi):
+                    share = head_share + 2 * block
+                    if O.ORDERED:  # mostly it has come before the share
+                        await_turn(turns + share, turn_of(place.first, block, place.call, O))
+                    add_share(dq_desc, n, share, rings, C, O)
+                    if O.ORDERED:
+                        end_turn(turns + share)
+                    n += 1
+        t += 1
+        first = number(rings.tiles.wait(t), 0)
+    rings.tiles.release(t)
 
 
 @gluon.jit
@@ -534,44 +617,71 @@ def step(
 
 
 @gluon.jit
-def consumer(dk_desc, dv_desc, ds_buffers, bits, lengths, rings, call, C: gl.constexpr, O: gl.constexpr):
-    """One warpgroup: keys [64 C, 64 C + 64) of the tile, and a share of each block's dQ. bits: a BlockMask's pool by keys."""
+def consumer(dk_desc, dv_desc, ds_buffers, bits, rings, call, C: gl.constexpr, O: gl.constexpr):
+    """One warpgroup: keys [64 C, 64 C + 64) of each tile, and a share of each block's dQ. bits: a BlockMask's pool by keys.
+
+    dK and dV are stored through the place that is the next block's dS, so that K and V make room for the next tile's as soon
+    as they have been read, or, where blocks have 64 rows and it is too small, through K's and V's.
+    """
     dtype: gl.constexpr = rings.q.buffers.dtype
-    place = place_of_keys(call, lengths, O)
-    own = place.call
-    first = place.first + PIECE * C
-    lo, hi = query_blocks(place.first, own, O.ROWS)
-    free_lo, free_hi = free_queries(first, own)
-    dk = zeros(O.WIDTH)
-    dv = zeros(O.WIDTH)
-    for c in gl.static_range(2):
-        rings.k.wait(c)
-    rings.v.wait(C)
-    held: gl.tuple = ()
-    if O.HELD:
-        held = (in_registers(rings.k.place(C)), in_registers(rings.v.place(C)))
+    t = 0
     n = 0  # blocks taken
-    if O.BLOCKS:
-        share, block, tile = block_told(n, rings)
-        while share >= 0:
-            dk, dv = step(
-                dk, dv, held, n, first, block * O.ROWS, free_lo, free_hi, tile, bits, rings, ds_buffers, own, C, O
-            )
-            n += 1
-            share, block, tile = block_told(n, rings)
-    else:
-        for _ in range(call.group):
-            for block in range(lo, hi):
+    tile_first = number(rings.tiles.wait(0), 0)
+    while tile_first >= 0:
+        place = place_told(tile_first, rings.tiles.buffers.index(t % rings.tiles.STAGES), call, O)
+        rings.tiles.release(t)
+        own = place.call
+        first = tile_first + PIECE * C
+        lo, hi = query_blocks(tile_first, own, O.ROWS)
+        free_lo, free_hi = free_queries(first, own)
+        dk = zeros(O.WIDTH)
+        dv = zeros(O.WIDTH)
+        for c in gl.static_range(2):
+            rings.k.wait(2 * t + c)
+        rings.v.wait(2 * t + C)
+        held: gl.tuple = ()
+        if O.HELD:
+            held = (in_registers(rings.k.place(C)), in_registers(rings.v.place(C)))
+            rings.v.release(2 * t + C)
+            wait_for_stores()  # of the tile before
+        if O.BLOCKS:
+            share, block, tile = block_told(n + t, rings)
+            while share >= 0:
                 dk, dv = step(
-                    dk, dv, held, n, first, block * O.ROWS, free_lo, free_hi, -1, bits, rings, ds_buffers, own, C, O
+                    dk, dv, held, n, first, block * O.ROWS, free_lo, free_hi, tile, bits, rings, ds_buffers, own, C, O
                 )
                 n += 1
-    at = rows_at(place.b, place.kv, first, place.dk_start, place.k_span, O.K_CLIPPED)
-    dv = [part.to(dtype) for part in dv]
-    store(dv, rings.v.place(C), dv_desc, at)
-    meet()  # both have read K
-    dk = [part.to(dtype) for part in scaled(dk, call)]
-    store(dk, rings.k.place(C), dk_desc, at)
+                share, block, tile = block_told(n + t, rings)
+        else:
+            for _ in range(call.group):
+                for block in range(lo, hi):
+                    dk, dv = step(
+                        dk, dv, held, n, first, block * O.ROWS, free_lo, free_hi, -1, bits, rings, ds_buffers, own, C, O
+                    )
+                    n += 1
+
+        at = rows_at(place.b, place.kv, first, place.dk_start, place.k_span, O.K_CLIPPED)
+        dv_place = rings.v.place(C)
+        dk_place = rings.k.place(C)
+        if O.HELD:
+            for c in gl.static_range(2):
+                rings.k.release(2 * t + c)
+            next_dS = ds_buffers.index(2 * (n % 2) + C)
+            halves = seen_as(next_dS, stacked(2, dk_desc.block_shape), dk_desc.layout)
+            dv_place = (halves.index(0),)
+            dk_place = (halves.index(1),)
+        store([part.to(dtype) for part in dv], dv_place, dv_desc, at)
+        if not O.HELD:
+            meet()  # both have read K
+        store([part.to(dtype) for part in scaled(dk, call)], dk_place, dk_desc, at)
+        if not O.HELD:
+            wait_for_stores()
+            rings.v.release(2 * t + C)
+            for c in gl.static_range(2):
+                rings.k.release(2 * t + c)
+        t += 1
+        tile_first = number(rings.tiles.wait(t), 0)
+    rings.tiles.release(t)
     wait_for_stores()
 
 
@@ -583,14 +693,14 @@ def consumer(dk_desc, dv_desc, ds_buffers, bits, lengths, rings, call, C: gl.con
     ]
 )  # fmt: skip
 def backward_kernel(
-    dk, dv, dq, q, k, v, do, statistics, turns, cu_q, cu_k, q_lens, k_lens, full_count, full, mixed_count, mixed,
+    dk, dv, dq, q, k, v, do, statistics, turns, counter, cu_q, cu_k, q_lens, k_lens, full_count, full, mixed_count, mixed,
     mixed_bits, bits,
     q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total, batch, q_apart, do_apart,
     k_apart, v_apart, blocks_b, blocks_h, blocks_n, blocks_m, base, j0, i0, O: gl.constexpr,
 ):  # fmt: skip
     """TMA descriptors: dk, dv, k, v (B, Hkv, Sk, D) in blocks of 64 rows, q and do (B, Hq, Sq, D) of ROWS;
     statistics (2, B Hq, Sq) fp32, -L and -delta; dq (shares of dQ * 16, 256) fp32, in blocks of a share.
-    turns: an int32 0 of each share, or None.
+    turns: an int32 0 of each share, or None. counter: one int32, 0 before the launch and after it.
 
     Packed: all of (1, H, T, D) and statistics (2, Hq, rows). Those of queries are `tensors.ragged` there and with q_lens, those
     of keys there and with k_lens; q_apart ...: how many rows their sequences are apart. full_count ... bits: a BlockMask's
@@ -605,15 +715,17 @@ def backward_kernel(
     ds_buffers = gl.allocate_shared_memory(q.dtype, [4, PIECE, O.ROWS], dS_layout)  # two of each consumer
     dq_buffers = gl.allocate_shared_memory(gl.float32, [2 * O.PLACES, PIECE * PIECE // 256, 256], dq.layout)
     BYTES: gl.constexpr = 2 * O.ROWS * (2 * O.WIDTH + 4)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    MESSAGES: gl.constexpr = 1 if O.BLOCKS else 2  # beside blocks' numbers there is no room for two
+    tile_ring = ring_of(gl.allocate_shared_memory(gl.int32, [MESSAGES, 8], plain), 4)
     k_ring = ring_of_parts(k_buffers, 2)
     v_ring = ring_of_parts(v_buffers, 1)
     q_ring = ring_of_parts(q_buffers, 2)
     dq_ring = ring_of(dq_buffers, 1)
     block_ring = q_ring
     if O.BLOCKS:
-        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        block_ring = ring_of(gl.allocate_shared_memory(gl.int32, [4, 4], plain), 4)
-    rings = Rings(k_ring, v_ring, q_ring, dq_ring, do_buffers, of_rows, block_ring, BYTES)
+        block_ring = ring_of(gl.allocate_shared_memory(gl.int32, [3, 4], plain), 4)
+    rings = Rings(tile_ring, k_ring, v_ring, q_ring, dq_ring, do_buffers, of_rows, block_ring, BYTES)
     fence_async_shared()
     call = Call(q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total)
     lengths = (cu_q, cu_k, q_lens, k_lens, batch, q_apart, do_apart, k_apart, v_apart)
@@ -621,9 +733,9 @@ def backward_kernel(
         full_count, full, mixed_count, mixed, mixed_bits, batch, blocks_b, blocks_h, blocks_n, blocks_m, base, j0, i0,
     )  # fmt: skip
     gl.warp_specialize([
-        (consumer, (dk, dv, ds_buffers, bits, lengths, rings, call, 0, O)),
-        (consumer, (dk, dv, ds_buffers, bits, lengths, rings, call, 1, O)),
-        (producer, (q, k, v, do, statistics, lengths, lists, rings, call, O)),
+        (consumer, (dk, dv, ds_buffers, bits, rings, call, 0, O)),
+        (consumer, (dk, dv, ds_buffers, bits, rings, call, 1, O)),
+        (producer, (q, k, v, do, statistics, counter, lengths, lists, rings, call, O)),
         (adder, (dq, turns, lengths, rings, call, 0, O)),
         (adder, (dq, turns, lengths, rings, call, 1, O)),
     ], [4, 1, 1, 1], [O.CONSUMER_REGISTERS, O.PRODUCER_REGISTERS, O.PRODUCER_REGISTERS, O.PRODUCER_REGISTERS])  # fmt: skip

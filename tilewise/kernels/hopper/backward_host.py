@@ -20,7 +20,7 @@ from .backward import backward_kernel
 from .backward_rows import convert_kernel, prepare_kernel
 from .backward_split import dkdv_kernel, dq_kernel
 from .config import BACKWARD_KEYS, PIECE, Backward, Kernel
-from .host import box_of, contents, lists_of, rows_apart
+from .host import box_of, contents, counter, lists_of, programs, rows_apart
 
 PAD = 128  # rows: what the statistics of a head are a multiple of, and each tile divides
 PREPARED = 64  # queries that a program of prepare_kernel takes
@@ -41,11 +41,14 @@ def backward(
         split.dkdv(dk, dv, k, v, q, do, statistics)
     else:
         (do, q, k, v), of_rows = clippable(problem, (do, q, k, v), of_rows)
-        start = launches_of(problem, aux.origin, lists_of(aux, by_query=False), of_dlse, *of_rows)
+        device = q.get_device()
+        lists = lists_of(aux, by_query=False)
+        start = launches_of(problem, aux.origin, programs(device), lists, of_dlse, *of_rows)
         dq, dk, dv, statistics, accumulator, *turns = [empty(*what) for what in start.memory]
         turn = turns[0] if turns else None
         start.prepare(o, do, lse, dlse, statistics, accumulator, turn, aux.cu_q, aux.q_lens)
-        start.main(dk, dv, accumulator, q, k, v, do, statistics, turn, *contents(aux, by_query=False))
+        tiles = counter(device)
+        start.main(dk, dv, accumulator, q, k, v, do, statistics, turn, tiles, *contents(aux, by_query=False))
         start.convert(dq, accumulator, aux.cu_q, aux.q_lens)
     return Grads(dq, dk, dv, dsink=None if aux.sink is None else sink_gradient(problem, aux.sink, statistics))
 
@@ -179,16 +182,16 @@ class Launches(NamedTuple):
     """The three launches, and what they fill."""
 
     prepare: Ready  # (o, do, lse, dlse, statistics, accumulator, turns, cu_q, q_lens)
-    main: Ready  # (dk, dv, accumulator, q, k, v, do, statistics, turns, *contents)
+    main: Ready  # (dk, dv, accumulator, q, k, v, do, statistics, turns, counter, *contents)
     convert: Ready  # (dq, accumulator, cu_q, q_lens)
     memory: tuple[Memory, ...]  # dq, dk, dv, statistics, accumulator, and turns where dQ is added up in one order
 
 
 @lru_cache(maxsize=READY)
 def launches_of(
-    problem: Problem, origin: Origin, lists: Strides, of_dlse: Strides | None, *of_rows: Strides
+    problem: Problem, origin: Origin, at_once: int, lists: Strides, of_dlse: Strides | None, *of_rows: Strides
 ) -> Launches:
-    """lists: `host.lists_of`. of_rows: the strides of do, q, k, v."""
+    """at_once: how many programs the device holds. lists: `host.lists_of`. of_rows: the strides of do, q, k, v."""
     wide = config.backward_width(max(problem.qk_dim, problem.v_dim))
     cfg = config.BACKWARD[wide]
     options = Options.of(problem, cfg, wide, is_part(problem, origin, lists))
@@ -226,7 +229,7 @@ def launches_of(
             {"DV": problem.v_dim, "WIDTH": wide, "ROWS": PREPARED, **which}, 4, 1,
         ),
         Ready(
-            backward_kernel, (numbers[TOTAL],), numbers, {"O": options}, 4, 1, dict(enumerate(boxes)),
+            backward_kernel, (min(numbers[TOTAL], at_once),), numbers, {"O": options}, 4, 1, dict(enumerate(boxes)),
         ),
         Ready(
             convert_kernel, (heads * padded // PIECE * (wide // columns),),
