@@ -347,8 +347,13 @@ def test_padding_reaches_the_kernels_as_lengths_or_unspread() -> None:
     assert mask_function(**call, attention_mask=right.to("meta")).mask.mask.shape == (2, 1, 1, 4)
     with pytest.raises(ValueError, match="padding='right'"):
         mask_function(**call, attention_mask=left, padding="right")
+    for mask in (torch.ones(2, 4, dtype=torch.bool), torch.ones(2, 4, dtype=torch.bool, device="meta")):
+        assert mask_function(**call, attention_mask=mask, padding="none").mask == tilewise.causal
+    with pytest.raises(ValueError, match="padding='none'"):
+        mask_function(**call, attention_mask=right, padding="none")
     moved = mask_function(**call, attention_mask=left).to("meta")
     assert moved.mask.mask.device.type == "meta"
+    assert Visible(tilewise.BlockMask.butterfly(256, 256)).to("meta").mask.device.type == "meta"
 
 
 def test_a_mask_of_ones_is_none() -> None:

@@ -35,7 +35,7 @@ if "q_offset" not in inspect.signature(sdpa_mask).parameters:
 from .transformers_mask import Visible, mask_function
 
 NAME = "tilewise"
-PADDINGS = (None, "right")
+PADDINGS = (None, "right", "none")
 # transformers looks for these in an implementation's name, and then takes it for its own.
 TAKEN = ("flash", "sdpa", "flex_attention", "eager", "paged")
 # What models hand on to every layer and that says nothing about its scores which the mask does not say.
@@ -54,11 +54,12 @@ def register(name: str = NAME, *, padding: str | None = None) -> None:
     Args:
         name: under which models find it. Not one that holds "flash", "sdpa" or the like, which transformers explains to
             itself.
-        padding: "right" promises that the zeros of every 2-D attention mask of a batch without a cache come last. Then
-            padding reaches the kernels as lengths, on a GPU too, without looking. None: on the CPU the mask is looked
-            at, once a forward; on a GPU, and while compiling, it stays a boolean mask, which is slower than lengths.
-            (While compiling, give a model some attention_mask: transformers then knows that no sequences are packed,
-            which costs a mask of all pairs.)
+        padding: what is promised of the 2-D attention masks that models are given. "none": they hold ones alone. "right":
+            in batches without a cache the zeros come last; padding then reaches the kernels as lengths, on a GPU too,
+            without looking. None: nothing; on the CPU a mask is looked at, once a forward, on a GPU, and while
+            compiling, it stays a boolean mask, which is slower than lengths or nothing. A promise is checked on the
+            CPU and under `tilewise.checked()`. (While compiling, give a model some attention_mask: transformers then
+            knows that no sequences are packed, which costs a mask of all pairs.)
 
     Registering again replaces. Gradients, grouped heads, sliding windows, softcap, sinks (`s_aux`), position biases,
     caches and dropout are those of `tilewise.attention`. An argument that cannot be honoured, `output_attentions=True`

@@ -51,13 +51,9 @@ class Visible:
         """On another device, where a model is spread over several."""
 
         def moved(x: Any) -> Any:
-            return (
-                x.to(device, *args, **kwargs)
-                if isinstance(x, Tensor)
-                else x.to(device)
-                if isinstance(x, BlockMask)
-                else x
-            )
+            if isinstance(x, BlockMask):
+                return x.to(device)
+            return x.to(device, *args, **kwargs) if isinstance(x, Tensor) else x
 
         mask = Masked(self.mask.band, moved(self.mask.mask)) if isinstance(self.mask, Masked) else moved(self.mask)
         return Visible(mask, moved(self.q_lens), moved(self.k_lens), self.is_causal, moved(self.cu))
@@ -87,6 +83,10 @@ def mask_function(
     """
     if isinstance(attention_mask, Visible):  # made by `generate`, ahead of the forward
         return attention_mask
+    if padding == "none" and attention_mask is not None:
+        if _may_look(attention_mask, True) and not attention_mask.all():
+            raise ValueError("attention_mask has zeros: this implementation is registered with padding='none'")
+        attention_mask = None
     band = None
     if isinstance(q_offset, int) and (allow_is_causal_skip or allow_is_bidirectional_skip):
         shift = q_offset - kv_offset
@@ -154,8 +154,7 @@ def _padded(mask: Band | None, present: Tensor, kv_length: int, padding: str | N
     As lengths only where they move no diagonal: there is none, both ends move together, or it stands at the top left.
     """
     as_lengths = mask is None or rows_too or mask.align == "top_left"
-    looked_at = present.device.type == "cpu" or (padding and present.device.type != "meta" and _checked.active)
-    if looked_at and not torch.compiler.is_compiling() and not isinstance(present, FakeTensor):
+    if _may_look(present, padding is not None):
         if bool(present.all()):
             return Visible(mask)
         last = bool((present[:, 1:] <= present[:, :-1]).all())  # where the mask has fallen it stays down
@@ -171,6 +170,12 @@ def _padded(mask: Band | None, present: Tensor, kv_length: int, padding: str | N
         present = torch.nn.functional.pad(present, (0, kv_length - present.shape[1]))
     dense = present[:, None, None, :]
     return Visible(dense if mask is None else Masked(mask, dense))
+
+
+def _may_look(mask: Tensor, promised: bool) -> bool:
+    """On the CPU always, on a GPU only to see whether a promise is kept, under `tilewise.checked()`: it waits."""
+    here = mask.device.type == "cpu" or (promised and mask.device.type != "meta" and _checked.active)
+    return here and not torch.compiler.is_compiling() and not isinstance(mask, FakeTensor)
 
 
 # transformers says that sequences are packed by nothing but the function that it has put together: a causal one, or one
