@@ -54,12 +54,12 @@ def register(name: str = NAME, *, padding: str | None = None) -> None:
     Args:
         name: under which models find it. Not one that holds "flash", "sdpa" or the like, which transformers explains to
             itself.
-        padding: what is promised of the 2-D attention masks that models are given. "none": they hold ones alone. "right":
-            in batches without a cache the zeros come last; padding then reaches the kernels as lengths, on a GPU too,
-            without looking. None: nothing; on the CPU a mask is looked at, once a forward, on a GPU, and while
-            compiling, it stays a boolean mask, which is slower than lengths or nothing. A promise is checked on the
-            CPU and under `tilewise.checked()`. (While compiling, give a model some attention_mask: transformers then
-            knows that no sequences are packed, which costs a mask of all pairs.)
+        padding: what is promised of the 2-D attention masks that models are given. "none": they hold ones alone.
+            "right": in batches without a cache the zeros come last; padding then reaches the kernels as lengths, on a
+            GPU too, without looking. None: nothing; on the CPU a mask is looked at, once a forward, while on a GPU, and
+            in compiled code, it stays a boolean mask, which is slower than lengths or nothing. A promise is checked on
+            the CPU and under `tilewise.checked()`. (In compiled code give a model some attention_mask: without one
+            transformers cannot exclude that sequences are packed, and makes a mask of all pairs.)
 
     Registering again replaces. Gradients, grouped heads, sliding windows, softcap, sinks (`s_aux`), position biases,
     caches and dropout are those of `tilewise.attention`. An argument that cannot be honoured, `output_attentions=True`
