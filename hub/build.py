@@ -20,7 +20,7 @@ PACKAGE = ROOT / "tilewise"
 VARIANT = "torch-universal"
 # What runs on top of the package, or needs more than torch.
 LEFT_OUT = (
-    "cli.py", "report/", "examples/", "integrations/transformers.py", "integrations/diffusers.py",
+    "cli.py", "report/", "examples/", "integrations/transformers", "integrations/diffusers",
 )  # fmt: skip
 EXPORTS = """
 from . import nn
