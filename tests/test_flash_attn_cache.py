@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tilewise
 from tilewise import Band
-from tilewise.integrations.flash_attn_cache import flash_attn_with_kvcache
+from tilewise.integrations.flash_attn import flash_attn_with_kvcache
 
 B, HQ, HKV, D = 3, 4, 2, 16
 STORED = (20, 3, 33)

@@ -152,7 +152,8 @@ def test_models_compute_the_same(model: training.Model, padded: bool) -> None:
         inputs = {"attention_mask": keep.long(), "labels": step.inputs["labels"].masked_fill(~keep, -100)}
     logits, gradients = outcome(step, training.EAGER, **inputs)
     ours, our_gradients = outcome(step, registered.EXACT, **inputs)
-    torch.testing.assert_close(ours, logits, rtol=1e-4, atol=1e-5)
+    kept = keep if padded else slice(None)  # rows of padding are 0 in a layer of ours
+    torch.testing.assert_close(ours[kept], logits[kept], rtol=1e-4, atol=1e-5)
     assert len(gradients) == len(our_gradients)
     for a, b in zip(our_gradients, gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
@@ -169,27 +170,6 @@ def test_the_butterfly_is_the_models_attention_with_that_mask() -> None:
         step.model.set_attn_implementation(name)  # type: ignore[operator]
         logits[name] = step.model(**step.inputs, **inputs).logits
     torch.testing.assert_close(*logits.values(), rtol=1e-4, atol=1e-5)
-
-
-def test_what_cannot_be_honoured_is_an_error() -> None:
-    module = torch.nn.Module()
-    module.is_causal = True  # type: ignore[assignment]
-    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
-    for option in ({"position_bias": q}, {"softcap": 30.0}, {"sliding_window": 4}, {"s_aux": q}, {"cu_seq_lens_q": q}):
-        with pytest.raises(ValueError, match=f"takes no {next(iter(option))}"):
-            registered.attend(module, q, q, q, None, **option)
-    with pytest.raises(ValueError, match="no mask for 3 queries of 5 keys"):
-        registered.attend(module, q, k, k, None)
-    with pytest.raises(ValueError, match="must be boolean"):
-        registered.attend(module, q, q, q, torch.zeros(1, 1, 3, 3))
-    one = q[:, :, -1:]  # a row after all of its keys sees them all
-    o, weights = registered.attend(module, one, k, k, None, use_cache=True, position_ids=q, softcap=None)
-    assert weights is None
-    torch.testing.assert_close(o, torch.nn.functional.scaled_dot_product_attention(one, k, k).transpose(1, 2))
-    causal, _ = registered.attend(module, q, q, q, None)
-    full, _ = registered.attend(module, q, q, q, None, is_causal=False)
-    assert torch.equal(causal[:, -1], full[:, -1])
-    assert not torch.equal(causal[:, 0], full[:, 0])
 
 
 def test_the_butterfly_is_for_full_attention() -> None:

@@ -25,6 +25,7 @@ from tilewise.kernels.triton.backend import OLDEST
 PACKAGE = Path(tilewise.__file__).parent
 ROOT = PACKAGE.parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
+SDPA = torch.nn.functional.scaled_dot_product_attention
 
 
 def python(program: str, folder: Path = ROOT) -> str:
@@ -67,17 +68,17 @@ def test_import_pulls_in_nothing_but_itself() -> None:
     foreign = {module.partition(".")[0] for module in new} - {"tilewise"} - sys.stdlib_module_names
     assert not foreign - {"torch"}
     assert not {module.partition(".")[0] for module in new | before} & {
-        "triton", "matplotlib", "rich", "typer", "transformers",
+        "triton", "matplotlib", "rich", "typer", "transformers", "diffusers",
     }  # fmt: skip
-    lazy = ("tilewise.algorithm", "tilewise.kernels", "tilewise.report", "tilewise.examples", "tilewise.cli")
-    assert not [module for module in new if module.startswith(lazy)]
+    lazy = ("algorithm", "kernels", "report", "examples", "integrations", "nn", "cli")
+    assert not [module for module in new if module.startswith(tuple(f"tilewise.{part}" for part in lazy))]
 
 
 # Imports run from the first of these to the last. Those of one line do not know each other, but for themselves.
 LAYERS = (
     ("cli",),
     ("report",),
-    ("integrations", "parallel", "examples"),
+    ("integrations", "parallel", "examples", "nn"),
     ("__init__",),
     ("api",),
     ("cache_op",),
@@ -90,7 +91,10 @@ LAYERS = (
     ("mask",),
 )
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
-OUTSIDE = {"matplotlib": {"report", "cli"}, "rich": {"report", "cli"}, "typer": {"cli"}, "triton": {"kernels"}}
+OUTSIDE = {
+    "matplotlib": {"report", "cli"}, "rich": {"report", "cli"}, "typer": {"cli"}, "triton": {"kernels"},
+    "transformers": {"integrations"}, "diffusers": {"integrations"},
+}  # fmt: skip
 
 
 def part(path: Path) -> str:
@@ -171,6 +175,11 @@ def test_nothing_is_swallowed(path: Path) -> None:
 # --- examples ------------------------------------------------------------------------------------------------------
 
 
+LIBRARIES = ("transformers", "diffusers")  # what an integration needs beside torch
+OF_LIBRARIES = {f"tilewise.integrations.{library}": library for library in LIBRARIES}
+OF_LIBRARIES["tilewise.integrations.transformers_mask"] = "transformers"
+
+
 def modules() -> list[str]:
     return ["tilewise", *(found.name for found in pkgutil.walk_packages([str(PACKAGE)], "tilewise."))]
 
@@ -180,6 +189,8 @@ def test_docstring_examples_run(module: str) -> None:
     if module in ("tilewise.cli", "tilewise.report.tables", "tilewise.report.figures", "tilewise.report.io_figures"):
         for extra in ("typer", "rich", "matplotlib"):
             pytest.importorskip(extra)
+    if module in OF_LIBRARIES:
+        pytest.importorskip(OF_LIBRARIES[module])
     torch.manual_seed(0)
     failed, _ = doctest.testmod(importlib.import_module(module))
     assert failed == 0
@@ -200,12 +211,44 @@ def test_public_names_have_examples() -> None:
         assert ">>>" in function.__doc__, function.__name__
 
 
-def test_readme_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+def readme_examples(library: str | None = None) -> list[str]:
+    """The README's Python: without a library those that need torch alone, with one its own."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    own = {name: [block for block in blocks if f"import tilewise.integrations.{name}" in block] for name in LIBRARIES}
+    return own[library] if library else [block for block in blocks if not any(block in some for some in own.values())]
+
+
+def run_examples(blocks: list[str]) -> None:
     assert blocks
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
+
+
+def test_readme_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+    run_examples(readme_examples())
+    assert torch.nn.functional.scaled_dot_product_attention is SDPA
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_readme_examples_of_libraries_run(library: str) -> None:
+    pytest.importorskip(library)
+    run_examples(readme_examples(library))
+
+
+def test_a_missing_library_is_named_and_how_to_install_it() -> None:
+    """One line, whatever else is missing: nothing of the library is asked for before."""
+    program = (
+        f"import importlib, sys\nfor library in {LIBRARIES}:\n    sys.modules[library] = None\n"
+        "    try: importlib.import_module(f'tilewise.integrations.{library}')\n"
+        "    except ModuleNotFoundError as e: print(e.name, e)"
+    )
+    project = (ROOT / "pyproject.toml").read_text()
+    for library, line in zip(LIBRARIES, python(program).splitlines(), strict=True):
+        extra = {"transformers": "hf"}.get(library, library)
+        assert re.search(rf'^{extra} = \["{library}>=', project, re.MULTILINE)
+        assert line.startswith(f"{library} tilewise.integrations.{library} needs {library}")
+        assert f"pip install 'tilewise[{extra}]'" in line
 
 
 # --- what the files say --------------------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..algorithm.cached import rotate
-from ..dispatch import choose
-from ..mask import Band
-from ..problem import Aux, _check_lens
-from ..problem_cached import CacheShape, Rotary, check_cached_contents, checks_contents, of_cached
+from ...algorithm.cached import rotate
+from ...dispatch import choose
+from ...mask import Band
+from ...problem import Aux, _check_lens
+from ...problem_cached import CacheShape, Rotary, check_cached_contents, checks_contents, of_cached
 
 
 def flash_attn_with_kvcache(
