@@ -33,6 +33,7 @@ class Agreement:
         self.timeout: timedelta = group._get_backend(device).options._timeout * PATIENCE
         self.store = dist.PrefixStore("tilewise", group.get_group_store().clone())  # type: ignore[attr-defined]
         self.store.set_timeout(self.timeout)
+        self.extended = self.store.has_extended_api()  # type: ignore[attr-defined]
         self.calls = 0
         if device.type == "cuda":  # NCCL's communicator is made by the first collective, which has to be everybody's
             dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -44,7 +45,7 @@ class Agreement:
         keys = [f"{number}/{rank}" for rank in range(self.size)]
         try:
             self.store.set(keys[self.rank], json.dumps(words))
-            entries = self.store.multi_get(keys)
+            entries = self.store.multi_get(keys) if self.extended else [self.store.get(key) for key in keys]
             if number >= 2:  # all have come to the call after that one, so all have read it
                 self.store.delete_key(f"{number - 2}/{self.rank}")
         except dist.DistError as error:
@@ -57,6 +58,20 @@ class Agreement:
         """Tell the others why this rank does not come. They raise it too; nobody is waited for."""
         number, self.calls = self.calls, self.calls + 1
         self.store.set(f"{number}/{self.rank}", json.dumps({REFUSED: f"{type(error).__name__}: {error}"}))
+
+    def lost(self, peers: list[int], error: Exception) -> RuntimeError:
+        """What to raise when an exchange with these ranks has failed. It may have failed because they, too, had lost one:
+        each tells what it has found, and reads what the others have."""
+        who = " or ".join(self.name(rank) for rank in sorted(set(peers)))
+        before = []
+        try:
+            others = [f"lost/{rank}" for rank in range(self.size) if rank != self.rank]
+            before = [self.store.get(key).decode() for key in others if self.store.check([key])]
+            self.store.set(f"lost/{self.rank}", f"{self.name(self.rank)} has found that {who} is")
+        except dist.DistError:
+            before.append("the group's store is gone, too")
+        found = f" ({'; '.join(before)})" if before else ""
+        return RuntimeError(f"context parallel: {who} is gone, or sends nothing{found}: {error}")
 
     def name(self, rank: int) -> str:
         everywhere = dist.get_global_rank(self.group, rank)

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .agree import agreement
+
 
 class Exchange:
     """What is sent to and received from single ranks at a time. Buffers are held until `wait`.
@@ -32,7 +34,7 @@ class Exchange:
             try:
                 self.works = dist.batch_isend_irecv(ops)
             except RuntimeError as error:
-                raise self._lost(None, error) from error
+                raise self._lost(self.peers, error) from error
 
     def wait(self) -> None:
         """RuntimeError: the rank that is gone, or did not answer in the group's time-out (on NCCL its own watchdog ends
@@ -41,13 +43,12 @@ class Exchange:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._lost(n if len(self.works) == len(self.peers) else None, error) from error
+                one = len(self.works) == len(self.peers)  # on NCCL one work is that of all
+                raise self._lost(self.peers[n : n + 1] if one else self.peers, error) from error
         self.works, self.buffers = [], []
 
-    def _lost(self, n: int | None, error: Exception) -> RuntimeError:
-        peers = sorted(set(self.peers)) if n is None else [self.peers[n]]
-        names = " or ".join(str(dist.get_global_rank(self.group, peer)) for peer in peers)
-        return RuntimeError(f"context parallel: rank {names} is gone, or sends nothing: {error}")
+    def _lost(self, peers: list[int], error: Exception) -> RuntimeError:
+        return agreement(self.group, self.buffers[0].device).lost(peers, error)
 
 
 class Pair(NamedTuple):

@@ -68,8 +68,8 @@ def _exchanged(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
         try:
             dist.all_to_all_single(came, sent, group=group)
         except RuntimeError as error:
-            ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
-            raise RuntimeError(f"context parallel: a rank of {ranks} is gone, or sends nothing: {error}") from error
+            others = [rank for rank in range(dist.get_world_size(group)) if rank != dist.get_rank(group)]
+            raise agreement(group, sent.device).lost(others, error) from error
     return came
 
 
