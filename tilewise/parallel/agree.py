@@ -60,8 +60,8 @@ class Agreement:
         self.store.set(f"{number}/{self.rank}", json.dumps({REFUSED: f"{type(error).__name__}: {error}"}))
 
     def lost(self, peers: list[int], error: Exception) -> RuntimeError:
-        """What to raise when an exchange with these ranks has failed. It may have failed because they, too, had lost one:
-        each tells what it has found, and reads what the others have."""
+        """What to raise when an exchange with these ranks has failed. Perhaps because they, too, had lost one: each
+        tells what it has found, and reads what the others have."""
         who = " or ".join(self.name(rank) for rank in sorted(set(peers)))
         before = []
         try:

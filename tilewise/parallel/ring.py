@@ -38,7 +38,7 @@ from .plan import Piece, Whole, depth, pieces, span
 AHEAD = 2  # exchanges begin so many steps before their keys are read: a kernel that fills the device may hold one up
 MOST_GROUPS = 8  # of heads
 ENOUGH = 2**17  # rows of keys, all heads and sequences together, that fill a device well for one step
-AT_ONCE = 2**24  # elements that are merged at a time, in fp32
+AT_ONCE = 2**23  # elements that are merged at a time, in fp32
 
 Heads = tuple[slice, slice]  # of queries, of keys
 
@@ -206,13 +206,23 @@ class Merged:
             self.state.o.zero_()
             self.empty = False
         for heads in _slices(o):
-            before = _part(here, slice(None), heads)
-            after = before.merge(_part(new, slice(None), heads))
-            if self.few:  # divided already, so that rounding it is the last thing that happens to it
-                after.o /= after.l.clamp(min=torch.finfo(m.dtype).tiny)
-                after = State(after.m + torch.log2(after.l), (after.l > 0).to(m.dtype), after.o)
-            for old, value in ((before.m, after.m), (before.l, after.l), (before.o, after.o)):
-                old.copy_(value)
+            self._merge(_part(here, slice(None), heads), _part(new, slice(None), heads))
+
+    def _merge(self, state: State, new: State) -> None:
+        """`State.merge` in the memory of `state`, in two passes over o: first of what is small. That it makes (a, b) of
+        (1, 0) and (0, 1) says what it multiplies the two by."""
+        one, zero = torch.ones_like(state.m), torch.zeros_like(state.m)
+        left = State(state.m, state.l, torch.cat((one, zero), -1))
+        both = left.merge(State(new.m, new.l, torch.cat((zero, one), -1)))
+        m, l, (a, b) = both.m, both.l, both.o.split(1, -1)  # noqa: E741
+        if self.few:  # o is divided already, so that to be rounded is the last thing that happens to it
+            a, b = (x / l.clamp(min=torch.finfo(l.dtype).tiny) for x in (a, b))
+            state.o.copy_((a * state.o).addcmul_(b, new.o))
+            m, l = m + torch.log2(l), (l > 0).to(l.dtype)  # noqa: E741
+        else:
+            state.o.mul_(a).addcmul_(b, new.o)
+        state.m.copy_(m)
+        state.l.copy_(l)
 
     def finish(self) -> None:
         if self.empty:
