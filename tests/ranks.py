@@ -21,7 +21,7 @@ HOST = "127.0.0.1"
 
 
 class Ranks:
-    """`size` processes with a gloo group of all of them, in which calls that take longer than `timeout` seconds fail."""
+    """`size` processes with a gloo group of all of them, whose time-out is `timeout` seconds."""
 
     def __init__(self, size: int, timeout: float):
         context = multiprocessing.get_context("forkserver")

@@ -1,4 +1,4 @@
-"""What each rank does: pieces that are the whole mask, once; equal work; windows that pass ranks by; heads in parts."""
+"""What each rank does by itself: pieces that are the whole mask, once; equal work; heads in parts; sums of pieces."""
 
 from __future__ import annotations
 
@@ -116,3 +116,46 @@ def test_heads_are_done_in_parts_when_there_is_enough() -> None:
     assert len(parts(16, 16, 1024)) == 1
     assert parts(6, 3, 64, 2) == [(slice(0, 4), slice(0, 2)), (slice(4, 6), slice(2, 3))]
     assert len(parts(12, 3, 10**6)) == 3
+
+
+# --- sums ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_a_gradient_is_rounded_once(n: int) -> None:
+    torch.manual_seed(n)
+    parts = torch.randn(n, 1, 2, 64, 8).bfloat16()
+    out = torch.full(parts.shape[1:], torch.nan, dtype=torch.bfloat16)
+    total = ring.Sum(out, n + 1)
+    for part in parts:
+        total.add((0, 64), part)
+    total.add((16, 32), parts[0, :, :, :16])
+    total.finish()
+    exact = parts.float().sum(0)
+    exact[:, :, 16:32] += parts[0, :, :, :16].float()
+    assert torch.equal(out, exact.bfloat16())
+    ring.Sum(out, 2).finish()
+    assert not out.any()
+
+
+@pytest.mark.parametrize("n", [1, 2, 7])
+def test_merged_rows_are_one_softmax(n: int) -> None:
+    """Each part of the keys to some of the rows, rows of no keys in between; o within one rounding of the whole's."""
+    torch.manual_seed(n)
+    S, V = torch.randn(2, 64, 32 * n) * 3, torch.randn(2, 32 * n, 8)
+    S[:, 40:, :32] = S[:, :16] = -torch.inf
+    o, lse = torch.full((1, 2, 64, 8), torch.nan).bfloat16(), torch.full((1, 2, 64), torch.nan)
+    merged = ring.Merged(o, lse, None, n)
+    exact = []
+    for k in reversed(range(n)):
+        rows, keys = (16, 64) if k else (16, 40), slice(32 * k, 32 * k + 32)
+        part, here = S[:, rows[0] : rows[1], keys], torch.softmax(S[:, rows[0] : rows[1], keys], -1) @ V[:, keys]
+        exact.append((rows, here.bfloat16(), torch.logsumexp(part, -1)))
+        merged.take(rows, exact[-1][1][None], exact[-1][2][None])
+    merged.finish()
+    whole = torch.logsumexp(S, -1)
+    torch.testing.assert_close(lse[0], whole)
+    expected = torch.zeros(2, 64, 8)
+    for (a, b), part_o, part_lse in exact:
+        expected[:, a:b] += (part_lse - whole[:, a:b]).exp().nan_to_num()[..., None] * part_o
+    torch.testing.assert_close(o[0].float(), expected, rtol=2**-8, atol=1e-6)

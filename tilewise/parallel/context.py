@@ -231,6 +231,8 @@ class ContextParallel:
         sink: Tensor | None, scale: float | None, softcap: float, dropout_p: float, seed: int | Tensor | None,
         lens: Tensor | None, return_lse: bool, deterministic: bool | None, backend: str | None,
     ) -> Any:  # fmt: skip
+        if not isinstance(q, Tensor):
+            raise TypeError(f"q is {q!r} ({type(q).__name__}): it must be a torch.Tensor")
         if torch._C._is_any_autocast_enabled() and _autocasts(q):
             q, k, v = _autocast(q), _autocast(k), _autocast(v)
         agreements = [agreement(group, q.device) for group in (self.ulysses, self.ring) if group is not None]
@@ -289,8 +291,8 @@ class ContextParallel:
         """The local tensors as a Problem, the plan's view of the whole, and its BlockMask."""
         if packed:
             for name, x in (("q", q), ("k", k), ("v", v)):
-                if x.dim() != 3:
-                    raise ValueError(f"{name} is {tuple(x.shape)}: it must have 3 dimensions (T, H, D)")
+                if not isinstance(x, Tensor) or x.dim() != 3:
+                    raise ValueError(f"{name} is {_seen(x)}: it must be a tensor (T, H, D)")
             q, k, v = (ring.dense(x) for x in (q, k, v))
         each = packed and slopes is not None and slopes.dim() == 2  # a slope for each sequence
         if each and slopes.shape != (len(cu) - 1, q.shape[1]):  # type: ignore[union-attr, arg-type]
@@ -316,8 +318,8 @@ class ContextParallel:
             _check_lens(lens, q)
         ends = None
         if cu is not None:
-            if cu.dtype != torch.int32 or cu.dim() != 1 or len(cu) < 1:
-                raise ValueError(f"cu_seqlens is {cu.dtype} {tuple(cu.shape)}: it must be torch.int32 (N + 1,)")
+            if not isinstance(cu, Tensor) or cu.dtype != torch.int32 or cu.dim() != 1 or len(cu) < 1:
+                raise ValueError(f"cu_seqlens is {_seen(cu)}: it must be torch.int32 (N + 1,)")
             ends = _on_host(cu, length) if self.ring is not None else None
         whole = Whole(
             length, _size(self.ring), self.layout, Band(band.left, band.right, "top_left"),
@@ -361,7 +363,13 @@ def _within(chunk: Chunk, lo: int, hi: int) -> tuple[int, int] | None:
     return (chunk.first + a - chunk.local, chunk.first + b - chunk.local) if a < b else None
 
 
+def _seen(x: Any) -> str:
+    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+
+
 def _check_lens(lens: Tensor, q: Tensor) -> None:
+    if not isinstance(lens, Tensor):
+        raise TypeError(f"lens is {lens!r}: it must be a torch.Tensor")
     if lens.dtype != torch.int32 or tuple(lens.shape) != (q.shape[0],) or lens.device != q.device:
         it, must = (lens.dtype, tuple(lens.shape), lens.device), (torch.int32, (q.shape[0],), q.device)
         raise ValueError(f"lens is {it}: it must be {must}")
