@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ..mask import Band, key_range, mask_free_range, query_range
+from ..problem import HashedOnce
 from .order import Chunk, chunks
 
 ALIGN = 128  # pieces of a window begin at such rows and keys of their chunk: kernels have tiles, and dropout its runs
@@ -37,7 +38,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(HashedOnce):
     """What all ranks attend to together.
 
     band: top_left, over positions. positional: a pair's position itself matters (dropout, ALiBi, BlockMask, lengths),
@@ -50,6 +51,8 @@ class Whole:
     band: Band
     positional: bool
     cu: tuple[int, ...] | None = None
+
+    __hash__ = HashedOnce.__hash__
 
 
 @lru_cache(maxsize=1024)

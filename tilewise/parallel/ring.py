@@ -106,8 +106,7 @@ class Call:
         if slopes is not None:
             slopes = slopes[sequences(piece, slopes, self.packed)][..., of[0]]
         origin = (b0, self.first_head + of[0].start, i0, j0)
-        positional = self.dropout_p > 0 or self.blocks is not None
-        if not positional:  # then b0 and h0 are looked up by nobody, and a call without them is validated once
+        if self.dropout_p == 0 and self.blocks is None:  # nobody looks b0 and h0 up: without them it is validated once
             origin = (0, 0, i0, j0)
         problem, aux = Problem.of(
             q, k, v, mask=piece.band if self.blocks is None else piece.band & self.blocks, alibi_slopes=slopes,
