@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a process group on the CPU: a pool that runs functions on all of them at once.
+"""Processes that are the ranks of a process group: a pool that runs functions on all of them at once.
 
 Workers come from a forkserver, which imports torch once; the store is in this process, so that it outlives any rank.
 """
@@ -21,9 +21,12 @@ HOST = "127.0.0.1"
 
 
 class Ranks:
-    """`size` processes with a gloo group of all of them, whose time-out is `timeout` seconds."""
+    """`size` processes and a group of all of them, whose time-out is `timeout` seconds.
 
-    def __init__(self, size: int, timeout: float):
+    backend: "gloo" on the CPU, or "nccl", a GPU a rank.
+    """
+
+    def __init__(self, size: int, timeout: float, backend: str = "gloo"):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tilewise.parallel", "tilewise.algorithm.tiled"])
         self.store = dist.TCPStore(HOST, 0, size, is_master=True, wait_for_workers=False)
@@ -31,7 +34,8 @@ class Ranks:
         self.processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, self.store.port, timeout), daemon=True)
+            args = (theirs, rank, size, self.store.port, timeout, backend)
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -70,10 +74,12 @@ class Ranks:
                 process.kill()
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: float) -> None:
+def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: float, backend: str) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     store = dist.TCPStore(HOST, port, size, is_master=False, timeout=timedelta(seconds=timeout))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     while True:
         try:
             function, args = pipe.recv()

@@ -45,11 +45,11 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def inputs(self) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """(q, k, v, do, dlse) and the options of `tilewise.attention` or `attention_packed`."""
+        """(q, k, v, do, dlse) and the options of `tilewise.attention` or `attention_packed`, on the group's device."""
         draw = torch.Generator().manual_seed(7)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=draw).to(self.dtype)
+            return torch.randn(*shape, generator=draw).to(device(), self.dtype)
 
         d, v_dim = self.dims
         shapes = [(self.heads, d), (self.kv_heads, d), (self.kv_heads, v_dim), (self.heads, v_dim)]
@@ -66,31 +66,36 @@ class Case:
             options["mask"] = self.block_mask() if self.mask is None else self.mask & self.block_mask()
         if self.slopes:
             shape = (self.heads,) if self.slopes == "h" else (n, self.heads)
-            options["alibi_slopes"] = torch.rand(shape, generator=draw) / 32
+            options["alibi_slopes"] = torch.rand(shape, generator=draw).to(device()) / 32
         if self.sink:
-            options["sink"] = torch.randn(self.heads, generator=draw)
+            options["sink"] = torch.randn(self.heads, generator=draw).to(device())
         if self.lens is not None:
-            lens = torch.tensor(self.lens, dtype=torch.int32)
+            lens = torch.tensor(self.lens, dtype=torch.int32, device=device())
             options |= {"q_lens": lens, "k_lens": lens}
         if self.cu is not None:
-            cu = torch.tensor(self.cu, dtype=torch.int32)
+            cu = torch.tensor(self.cu, dtype=torch.int32, device=device())
             options |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
         return (q, k, v, do, dlse if self.through_lse else None), options  # type: ignore[return-value]
 
     def block_mask(self) -> tilewise.BlockMask:
         return tilewise.BlockMask.from_predicate(
             lambda b, h, i, j: ((i - j) % (100 + 60 * h) < 50) | (i // 128 == j // 128),
-            self.length, self.length, heads=self.heads,
+            self.length, self.length, heads=self.heads, device=device(),
         )  # fmt: skip
+
+
+def device() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
 def parallel(case: Case) -> ContextParallel:
     """A new object each time; the groups are made once."""
     if case.over not in _groups:
-        if case.over in ("ring 4", "ulysses 4"):
-            _groups[case.over] = {case.over.split()[0]: dist.group.WORLD}
+        name, size, *others = case.over.split()
+        if int(size) == dist.get_world_size() and not others:
+            _groups[case.over] = {name: dist.group.WORLD}
         else:
-            mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+            mesh = dist.device_mesh.init_device_mesh(device(), (2, 2), mesh_dim_names=("ring", "ulysses"))
             both = {"ring": mesh["ring"], "ulysses": mesh["ulysses"]}
             _groups.update({f"{name} 2": {name: group} for name, group in both.items()})
             _groups["ring 2 x ulysses 2"] = both
