@@ -17,7 +17,7 @@ from ranks import Ranks
 from torch import Tensor, nn
 
 import tilewise
-from tilewise.parallel import ContextParallel, exchange
+from tilewise.parallel import ContextParallel, exchange, ring
 
 # --- one call, whole, and over ranks -------------------------------------------------------------------------------
 
@@ -279,6 +279,39 @@ def test_no_more_is_sent_than_is_seen(ranks: Ranks) -> None:
         assert (forward, backward) == (keys * half, (keys + gradients) * half)
     window = Case("ring 4", layout="contiguous", length=4096, heads=1, kv_heads=1, mask=tilewise.sliding_window(100))
     assert [forward for forward, _ in ranks(sent, window)] == [128 * 32] * 3 + [0]
+
+
+def order_of_events(case: Case) -> list[str]:
+    """In what order this rank begins exchanges ("<" of keys and gradients alike), waits (">") and computes ("step")."""
+    events: list[str] = []
+    wrapped = [(exchange.Exchange, "__init__", "<"), (exchange.Exchange, "wait", ">")]
+    wrapped += [(ring.Part, "forward", "step"), (ring.Part, "backward", "step")]
+    usual = [getattr(owner, name) for owner, name, _ in wrapped]
+
+    def noted(does: Callable[..., Any], event: str) -> Callable[..., Any]:
+        def noting(*args: Any) -> Any:
+            events.append(event)
+            return does(*args)
+
+        return noting
+
+    try:
+        for (owner, name, event), does in zip(wrapped, usual, strict=True):
+            setattr(owner, name, noted(does, event))
+        (q, k, v, do, _), options = case.inputs()
+        over = parallel(case)
+        mine = [over.shard(x, 2).requires_grad_() for x in (q, k, v)]
+        over.attention(*mine, **options).backward(over.shard(do, 2))
+    finally:
+        for (owner, name, _), does in zip(wrapped, usual, strict=True):
+            setattr(owner, name, does)
+    return events
+
+
+def test_exchanges_begin_before_the_steps_that_hide_them(ranks: Ranks) -> None:
+    """Two ranks, heads in two parts: own keys, the other's, own, the other's; and back own, other's, other's, own."""
+    for events in ranks(order_of_events, Case("ring 2", head_groups=2)):
+        assert " ".join(events) == "< step < > step step > step" + " < < step > step < > step < > step >"
 
 
 # --- training ------------------------------------------------------------------------------------------------------
