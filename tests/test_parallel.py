@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from close import assert_close, evaluate
 from ranks import Ranks
 from torch import Tensor, nn
@@ -428,6 +429,24 @@ def other_ways() -> None:
         torch.autograd.grad(o.sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="no vmap"):
         torch.func.vmap(lambda x: over.attention(x, x, x))(torch.randn(2, 1, 2, 8, 8))
+
+
+def recomputed(over: str) -> None:
+    """Under activation checkpointing a drawn seed is drawn again; under autocast q, k and v are cast."""
+    context, x = parallel(Case(over)), torch.randn(1, 4, 8, 8, requires_grad=True)
+    attend = lambda x: context.attention(x, x, x, mask=tilewise.causal, dropout_p=0.4)  # noqa: E731
+    gradients = []
+    for run in (attend, lambda x: torch.utils.checkpoint.checkpoint(attend, x, use_reentrant=False)):
+        torch.manual_seed(dist.get_rank())
+        gradients += torch.autograd.grad(run(x).square().sum(), x)
+    assert torch.equal(*gradients)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attend(x).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("over", ["ring 4", "ulysses 4"])
+def test_checkpointing_and_autocast(ranks: Ranks, over: str) -> None:
+    ranks(recomputed, over)
 
 
 def test_what_has_no_derivative_says_so(ranks: Ranks) -> None:
