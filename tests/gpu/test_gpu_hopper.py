@@ -93,14 +93,14 @@ def test_deterministic_gradients_beside_another_stream_have_the_same_bits(name: 
     grads = gradients_of(name)
     expected, others = grads(True), grads(False)
     noise, side = torch.randn(2048, 2048, device=DEVICE, dtype=BF16), torch.cuda.Stream()
-    unlike = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    unlike = torch.zeros(REPEATS, 3, dtype=torch.int64, device=DEVICE)
     for n in range(REPEATS):
         if n % 10 == 0:
             with torch.cuda.stream(side):
                 noise @ noise
-        for x, y in zip(grads(True), expected, strict=True):
-            unlike += (x != y).sum()
-    assert unlike.item() == 0
+        unlike[n] = torch.stack([(x != y).sum() for x, y in zip(grads(True), expected, strict=True)])
+    found = {n: of_qkv for n, of_qkv in enumerate(unlike.tolist()) if any(of_qkv)}
+    assert not found, f"of calls, elements of dq, dk, dv: {found}"
     assert_same(others[1:], expected[1:])
     torch.testing.assert_close(others[0], expected[0], rtol=2e-2, atol=2e-3)
     assert CALLS[name][0] <= 128 or torch.equal(others[0], expected[0])  # wide heads have one order in any case
@@ -279,7 +279,7 @@ def test_dropout_leaves_lse_and_its_gradients_are_those_of_triton(name: str, det
         return (lse.detach(), o.detach(), *torch.autograd.grad(o, leaves, do))
 
     for x, y in zip(results(backend_of(PREFIX)), results("tiled" if REHEARSAL else "triton"), strict=True):
-        torch.testing.assert_close(x, y, rtol=2e-2, atol=5e-3)
+        assert (x.float() - y.float()).norm() <= 1e-2 * y.float().norm()
 
 
 @pytest.mark.parametrize("band", [Band(), causal], ids=str)

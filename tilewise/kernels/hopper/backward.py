@@ -542,7 +542,6 @@ def consumer(dk_desc, dv_desc, ds_buffers, bits, draw, rings, call, C: gl.conste
         held: gl.tuple = ()
         if O.HELD:
             held = (in_registers(rings.k.place(C)), in_registers(rings.v.place(C)))
-            rings.v.release(2 * t + C)
             wait_for_stores()  # of the tile before
         lots: gl.tuple = ()
         if O.DROPOUT:
@@ -572,6 +571,8 @@ def consumer(dk_desc, dv_desc, ds_buffers, bits, draw, rings, call, C: gl.conste
         dv_place = rings.v.place(C)
         dk_place = rings.k.place(C)
         if O.HELD:
+            # V not before this either: with its loads into registers no more than begun, the next tile's V came into them.
+            rings.v.release(2 * t + C)
             for c in gl.static_range(2):
                 rings.k.release(2 * t + c)
             next_dS = ds_buffers.index(2 * (n % 2) + C)

@@ -342,7 +342,6 @@ def consumer(o_desc, o_buffers, lse, sink, bits, draw, rings, call, C: gl.conste
         q = wait_for(rings.q, item)
         if O.Q_IN_REGISTERS:
             q = [part.load(gl.DotOperandLayout(0, s_layout, 2)) for part in q]
-            rings.q.release(item)
         o = zeros(O.V_WIDTH)
         hi -= 1
         block = block_at(n, hi, free_lo, free_hi, rings, O)
@@ -354,6 +353,8 @@ def consumer(o_desc, o_buffers, lse, sink, bits, draw, rings, call, C: gl.conste
             P, o, m, l = step(P_half, o, m, l, q, n, first, block, bits, lots, rings, own, C, O)
         else:
             P, m, l = first_step(q, n, first, block, bits, above, lots, rings, own, O.KEYS, C, O)
+        if O.Q_IN_REGISTERS:
+            rings.q.release(item)  # its loads into registers are done: S has been made of them
         n += 1
         for j in range(hi - lo):
             block = block_at(n, hi - 1 - j, free_lo, free_hi, rings, O)
