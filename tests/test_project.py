@@ -93,7 +93,7 @@ LAYERS = (
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 OUTSIDE = {
     "matplotlib": {"report", "cli"}, "rich": {"report", "cli"}, "typer": {"cli"}, "triton": {"kernels"},
-    "transformers": {"integrations"}, "diffusers": {"integrations"},
+    "transformers": {"integrations", "examples"}, "diffusers": {"integrations"},
 }  # fmt: skip
 
 
