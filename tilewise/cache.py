@@ -91,7 +91,8 @@ class KVCache:
     @classmethod
     def contiguous(
         cls, slots: int, kv_heads: int, max_len: int, qk_dim: int, v_dim: int | None = None, *,
-        dtype: torch.dtype | None = None, device: torch.device | str = "cpu", v_in_k: bool = False, **options: Any,
+        dtype: torch.dtype | None = None, device: torch.device | str | None = None, v_in_k: bool = False,
+        **options: Any,
     ) -> KVCache:  # fmt: skip
         """An empty cache of `slots` sequences, each of at most max_len keys, in one tensor each for k and v.
 
@@ -311,7 +312,7 @@ def _new(problem: Problem, aux: Aux) -> Tensor | int:
 
 def _storage(
     shape: tuple[int, int, int], qk_dim: int, v_dim: int | None, dtype: torch.dtype | None,
-    device: torch.device | str, v_in_k: bool,
+    device: torch.device | str | None, v_in_k: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     v_dim = qk_dim if v_dim is None else v_dim
     k = torch.empty((*shape, qk_dim), dtype=dtype, device=device)
@@ -339,7 +340,7 @@ class PagePool:
     """
 
     def __init__(
-        self, pages: int, page_size: int, sequences: int, max_len: int, device: torch.device | str = "cpu"
+        self, pages: int, page_size: int, sequences: int, max_len: int, device: torch.device | str | None = None
     ) -> None:
         for name, n in (("pages", pages), ("page_size", page_size), ("sequences", sequences), ("max_len", max_len)):
             if isinstance(n, bool) or not isinstance(n, int) or n < (name == "page_size"):
