@@ -32,19 +32,16 @@ class ContextParallel:
     """Attention over sequences that are spread over the ranks of one or two process groups.
 
     Args:
-        ring: a ProcessGroup or a DeviceMesh of one dimension. Each rank keeps its rows; keys and values pass by while
-        the
-            device computes. Any number of heads.
+        ring: a ProcessGroup or a DeviceMesh of one dimension. Each rank keeps its rows; keys and values pass by
+            while the device computes. Any number of heads.
         ulysses: likewise. All-to-all: each rank computes a part of the heads over all rows. Query heads must be a
-        multiple
-            of its size, key/value heads a multiple or a divisor. Needs a fast network, and no other condition.
+            multiple of its size, key/value heads a multiple or a divisor. Needs a fast network, and no other condition.
             With both, of a mesh of two dimensions (ring, ulysses), sequences are cut over `ring`, and each part is cut
             again over `ulysses`: ulysses inside a host, ring between hosts.
         layout: over `ring`. "zigzag": two chunks a rank, an early one and a late one, equal work under a causal mask;
             "contiguous": one, for windows and full masks.
         head_groups: in how many parts a ring works on its heads, by default what the sizes suggest: more parts take
-        less
-            memory, and hide more of what is sent.
+            less memory, and hide more of what is sent.
 
     Tensors are local shards: what `shard` gives of a sequence of `length` tokens, a multiple of the number of ranks (of
     twice that in zig-zag; fill up at the end). All ranks must make the same calls, forward and backward, in one order,
@@ -55,8 +52,7 @@ class ContextParallel:
     Raises:
         ValueError, TypeError: bad arguments, and arguments that differ between ranks: on every rank, by name.
         RuntimeError: a rank that does not come, or is gone, by name, within the group's time-out. A rank that dies
-        while
-            others are inside an exchange of NCCL is found by NCCL's own watchdog, or by name at the next call.
+            while others are inside an exchange of NCCL is found by NCCL's own watchdog, or by name at the next call.
 
     Source: Ring Attention (Liu et al., 2023); DeepSpeed Ulysses (Jacobs et al., 2023); the zig-zag order is that of the
     training of Llama 3 (2024, section 3.3.2).
@@ -176,8 +172,7 @@ class ContextParallel:
             mask: a Band; a BlockMask of the whole (chunks must then be multiples of 128 tokens), on each rank; or both.
             lens: int32 (B,), how many tokens of each whole sequence are in use (queries and keys alike).
             seed: of the dropout. By default the group's first rank draws it, on the host. The pairs that are dropped
-            are
-                those that one device drops.
+                are those that one device drops.
             The others are those of `tilewise.attention`. There is no bias and no boolean mask.
 
         Returns:
