@@ -47,12 +47,6 @@ class Memory(Anything):
     def permute(self, _: Any) -> Any:
         return Part(self, 0)
 
-    def copy(self) -> Memory:
-        """As it is now: a tile in registers."""
-        found = Memory(self.name, self.first)
-        found.holds = dict(self.holds)
-        return found
-
 
 class Part(Anything):
     """Half of a buffer."""
@@ -294,8 +288,9 @@ class BackwardBlock:
         return Buffers([(memory, shape[1] * n) for n in range(shape[0])])
 
     def in_registers(self, parts: list[Memory]) -> tuple[Memory, ...]:
+        """Loads may be done as late as what is made of them: products are checked by the memory itself."""
         self.scheduler.until()
-        return tuple(part.copy() for part in parts)
+        return tuple(parts)
 
     def begin_claim(self, _: str) -> int:
         self.scheduler.until()

@@ -224,7 +224,7 @@ class Block:
             "stay_before": lambda _: None, "computed": lambda x: x, "uniform": lambda x: x,
             "wait_for_stores": lambda: None,
             "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else deps,
-            "softmax": lambda S, *_: (_Scores(S), Anything(), Anything(), "alpha"),
+            "softmax": self.softmax,
             "stay_behind": lambda _: None, "lots_of": lambda _, *place: place, "drop": self.drop,
             "finalize": lambda *_: (Anything(), Anything()), "store": self.store, "Call": self.call_of,
             "of_rows_in_use": self.of_rows_in_use,
@@ -290,7 +290,17 @@ class Block:
         descriptor, *place, column = part[0][0]
         columns = descriptor.block_shape[-1]
         assert [chunk[0] for chunk in part] == [(descriptor, *place, column + n * columns) for n in range(len(part))]
-        return _Tile(part[0][0])
+        tile = _Tile(part[0][0])
+        tile.memory = part[0]
+        return tile
+
+    def softmax(self, S: Any, *_: Any) -> tuple[Any, ...]:
+        """S is there, and with it Q, if it was loaded into registers."""
+        q = S[0]
+        if q.loading:
+            assert q.memory[0] == q, "Q's place is another tile's before its loads into registers are done"
+            q.loading = False
+        return _Scores(S), Anything(), Anything(), "alpha"
 
     def multiply(self, P: Any, v: Any, o: Any) -> Any:
         (q, k), v = P.S, v[0]
@@ -348,6 +358,8 @@ class _Tile(tuple):
     """(descriptor, where it begins) of a tile in shared memory, or of its first rows; or the (Q, K) of scores."""
 
     rows: int | None = None
+    memory: list[Any]  # where it lies
+    loading = False  # into registers: begun, and perhaps not done
 
     @property
     def type(self) -> Anything:
@@ -360,6 +372,7 @@ class _Tile(tuple):
         return part
 
     def load(self, _: Any) -> _Tile:
+        self.loading = True
         return self
 
 
