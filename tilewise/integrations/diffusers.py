@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import attention
-from ..mask import Band
+from .sdpa import TOP_LEFT
 
 try:
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
@@ -22,7 +22,6 @@ except ModuleNotFoundError as missing:
         f"{__name__} needs diffusers from 0.35. Install it: pip install 'tilewise[diffusers]'", name="diffusers"
     ) from None
 
-TOP_LEFT = Band(None, 0, "top_left")
 _replaced: dict[AttentionBackendName, tuple[Any, ...]] = {}
 
 

@@ -18,6 +18,7 @@ from torch.nn.attention import register_flash_attention_impl
 from ..dispatch import choose
 from ..mask import Band
 from ..problem import Problem
+from .flash_attn.flash_attn_interface import band
 
 NAME = "tilewise"
 
@@ -96,9 +97,8 @@ def _like(x: Tensor, t: Tensor) -> Tensor:
 
 
 def _band(is_causal: bool, left: int | None = None, right: int | None = None) -> Band:
-    """The operators' windows: -1 and None are no bound; causal is aligned to the bottom right."""
-    left, right = (None if bound is None or bound < 0 else bound for bound in (left, right))
-    return Band(left, 0 if is_causal else right)
+    """The operators' windows are flash_attn's, where None is no bound either."""
+    return band(is_causal, (-1 if left is None else left, -1 if right is None else right))
 
 
 def _refuse(**given: Any) -> None:
@@ -139,9 +139,9 @@ def _flash_forward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(B, S, H, D), or packed (T, H, D) with cum_seq -> (o, lse, the seed, an unused tensor, no debug mask)."""
     _refuse(return_debug_mask=return_debug_mask, block_table=block_table is not None)
-    band = _band(is_causal, window_size_left, window_size_right)
+    mask = _band(is_causal, window_size_left, window_size_right)
     q, k, v = _heads_first(cum_seq_q, query, key, value)
-    o, lse, state = _forward(q, k, v, cum_seq_q, cum_seq_k, dropout_p, scale, band, seqused_k, alibi_slopes)
+    o, lse, state = _forward(q, k, v, cum_seq_q, cum_seq_k, dropout_p, scale, mask, seqused_k, alibi_slopes)
     (o,) = _heads_first(cum_seq_q, o)
     return _like(o, query), lse, state, _unused(query), query.new_empty(0)
 
@@ -159,9 +159,9 @@ def _flash_backward(
     rng_state: Tensor, unused: Tensor, *, scale: float | None = None, window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    band = _band(is_causal, window_size_left, window_size_right)
+    mask = _band(is_causal, window_size_left, window_size_right)
     do, q, k, v, o = _heads_first(cum_seq_q, grad_out, query, key, value, out)
-    grads = _backward(do, q, k, v, o, logsumexp, cum_seq_q, cum_seq_k, dropout_p, scale, band, rng_state)
+    grads = _backward(do, q, k, v, o, logsumexp, cum_seq_q, cum_seq_k, dropout_p, scale, mask, rng_state)
     return tuple(_like(g, x) for g, x in zip(_heads_first(cum_seq_q, *grads), (query, key, value), strict=True))
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ...algorithm.cached import rotate
 from ...dispatch import choose
-from ...mask import Band
 from ...problem import Aux, _check_lens
 from ...problem_cached import CacheShape, Rotary, check_cached_contents, checks_contents, of_cached
+from .flash_attn_interface import band
 
 
 def flash_attn_with_kvcache(
@@ -86,12 +86,12 @@ def flash_attn_with_kvcache(
         k, v = k.transpose(1, 2), v if v is None else v.transpose(1, 2)
         after = lens + k.shape[2]
         _write(shape, k, v, k_cache, v_cache, rotary, replace(aux, slopes=None))
-    window = tuple(None if n < 0 else n for n in window_size)
-    local = causal or window != (None, None)
+    mask = band(causal, window_size)
+    local = not mask.is_full
     if rotary is not None and (cache_leftpad is not None or not local or k is None or k.shape[2] != q.shape[2]):
         q, rotary = _turned(q, lens, aux, rotary.style, local), None
     problem = of_cached(
-        replace(shape, starts=cache_leftpad is not None), q, mask=Band(window[0], 0 if causal else window[1]),
+        replace(shape, starts=cache_leftpad is not None), q, mask=mask,
         scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, rotary=rotary, rows=cache_batch_idx,
     )  # fmt: skip
     aux = replace(aux, k_lens=after, starts=cache_leftpad)

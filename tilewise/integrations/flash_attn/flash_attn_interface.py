@@ -164,14 +164,19 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
+def band(causal: bool, window: Window) -> Band:
+    """Their window: -1 is no bound; causal is aligned to the bottom right."""
+    left, right = (None if bound < 0 else bound for bound in window)
+    return Band(left, 0 if causal else right)
+
+
 def _options(
     dropout_p: float, scale: float | None, causal: bool, window: Window, softcap: float, slopes: Tensor | None,
     deterministic: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Theirs as ours. deterministic=False is no wish for the contrary: PyTorch's switch then decides."""
-    left, right = (None if bound < 0 else bound for bound in window)
     return {
-        "mask": Band(left, 0 if causal else right), "scale": scale, "softcap": softcap, "dropout_p": dropout_p,
+        "mask": band(causal, window), "scale": scale, "softcap": softcap, "dropout_p": dropout_p,
         "alibi_slopes": slopes, "deterministic": deterministic or None,
     }  # fmt: skip
 
