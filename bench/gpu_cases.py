@@ -23,6 +23,7 @@ from tilewise import Band, BlockMask, causal
 
 from .rows import Row
 
+SDPA_MASKED = "sdpa with its mask"
 FLEX, FA2, CUDNN, EFFICIENT = "FlexAttention", "FlashAttention-2", "cuDNN", "memory-efficient"
 OPERATIONS = {"forward": 4.0, "backward": 10.0, "forward + backward": 14.0}  # a pair, head and element of d
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -86,6 +87,7 @@ class Cell:
     kind: str = "speed"
     goal: str = ""
     compiled: bool = True  # worth a warm-up
+    calls: int = 1  # of what is measured, in one that is timed: of a CUDA graph, say
 
     @property
     def name(self) -> str:
@@ -376,6 +378,31 @@ def mixed_lengths(setting: Setting, direction: str, d: int, mask: str) -> Cell:
     return Cell(Row("mixed lengths", direction, "bf16", d, f"{mask}, packed", longest), (peer,), flops, build)
 
 
+def padded(setting: Setting, d: int) -> Cell:
+    """16 sequences of an encoder, 4096 tokens with their padding, half of that in the mean, beside a boolean mask."""
+    longest, heads, direction = setting.tokens // 4, setting.heads(d), "forward + backward"
+    lengths = [max(1, longest * (n + 1) // 16) for n in range(16)]
+    random.Random(0).shuffle(lengths)
+
+    def build() -> Built:
+        inputs = draw(setting, 16, heads, longest, d, dtype="bf16")
+        lens = torch.tensor(lengths, dtype=torch.int32, device=setting.device)
+        seen = (torch.arange(longest, device=setting.device) < lens[:, None])[:, None, None]
+
+        def masked() -> Attend:
+            return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+        def by_lengths() -> Attend:  # by the backend that dispatch chooses
+            return functools.partial(tilewise.attention, q_lens=lens, k_lens=lens)
+
+        return Built(prepare(by_lengths, inputs, direction), {SDPA_MASKED: prepare(masked, inputs, direction)})
+
+    operations = OPERATIONS[direction] * heads * d * sum(n * n for n in lengths)
+    peer = Peer(SDPA_MASKED, ">= 1.5", same_result=False, note="its rows of padding see keys, ours are 0")
+    row = Row("padded batch", direction, "bf16", d, "lengths, half in the mean", longest)
+    return Cell(row, (peer,), operations, build)
+
+
 # --- bias, and what is not a speed ---------------------------------------------------------------------------------
 
 
@@ -432,7 +459,7 @@ def backend_of(row: Row) -> str:
 
 def cells(setting: Setting | None = None, cudnn: bool = False) -> list[Cell]:
     """All of them, in the order of measuring: the host's first, while the process has done nothing else."""
-    from . import hopper_cases  # which is made of what this file has
+    from . import decode_cases, hopper_cases  # which are made of what this file has
 
     setting = setting or Setting()
     found = [*limits(setting), *grid(setting, cudnn), *hopper_cases.cells(setting), *fp32(setting), *savings(setting)]
@@ -447,4 +474,5 @@ def cells(setting: Setting | None = None, cudnn: bool = False) -> list[Cell]:
         for direction in ("forward", "backward")
         for mask in ("full", "causal")
     ]
-    return [*found, bias_with_gradient(setting)]
+    found += [padded(setting, d) for d in (64, 128)]
+    return [*found, bias_with_gradient(setting), *decode_cases.cells(setting)]

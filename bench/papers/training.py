@@ -55,8 +55,10 @@ ARENA = Model("Long-Range Arena encoder", "encoder", 4, 8, 512, dropout=0.0, voc
 
 def gpt2_cases(setting: Setting) -> list[Case]:
     at_1k, longer = (Peer(EAGER), Peer(SDPA, ">= 1.0")), (Peer(EAGER, ">= 3"), Peer(SDPA))
+    at_8k = (Peer(EAGER, ">= 3"), Peer(SDPA, ">= 1.0"))
     return [
-        case(setting, GPT2_SMALL, 16384 // seq, seq, at_1k if seq == 1024 else longer) for seq in (1024, 4096, 16384)
+        case(setting, GPT2_SMALL, 16384 // seq, seq, beside)
+        for seq, beside in ((1024, at_1k), (4096, longer), (8192, at_8k), (16384, longer))
     ]
 
 
