@@ -151,6 +151,8 @@ class Options:
     DROPOUT: bool
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
+    DRAWN: int = 0  # for so many blocks at once a drawer draws dropout's words; 0: consumers do
+    DRAWER_REGISTERS: int = 0
 
     @property
     def VARIED(self) -> bool:
@@ -180,6 +182,7 @@ class Options:
             TOP_LEFT=varied and band.align == "top_left", BLOCKS=blocks,
             CUT=blocks and (varied or not band.is_full or part), DROPOUT=problem.dropout_p > 0,
             CONSUMER_REGISTERS=consumer_registers, PRODUCER_REGISTERS=producer_registers,
+            DRAWN=cfg.drawn, DRAWER_REGISTERS=cfg.drawer_registers,
         )  # fmt: skip
 
 
