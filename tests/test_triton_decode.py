@@ -112,7 +112,7 @@ def test_many_queries_are_turned_for_the_kernels_for_dense_tensors(arch: str, mo
     from tilewise.kernels.launch import compile_for, recording, resources
     from tilewise.kernels.triton import decode_host
 
-    monkeypatch.setattr(decode_host, "choose", lambda dense: backend)  # Hopper's asks a GPU how many SMs it has
+    monkeypatch.setattr("tilewise.dispatch.choose", lambda dense: backend)  # Hopper's asks a GPU how many SMs it has
     for d, turned in ((128, 128), (192, 64)):
         problem, aux, tensors = asked(arch, queries=300, d=d, turned=turned)
         with recording() as launches:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...dispatch import choose
 from ...layout import empty
 from ...problem import Aux, Layout, Problem
 from ...problem_cached import FP8, CacheShape
@@ -124,6 +123,8 @@ def attend(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple
     unit = _unit(k, v, cache.page_size > 0)
     dense = _as_dense(problem)
     if dense is not None and unit > 1:
+        from ...dispatch import choose  # when it is asked, for dispatch stands above the backends
+
         if cache.rotary is not None:
             q = _turned(problem, q, aux)
         return choose(dense).forward(
