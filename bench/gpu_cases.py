@@ -10,7 +10,7 @@ import functools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class Setting:
     """Where and how large; the tests make it small."""
 
     device: str = "cuda"
-    backend: str = "triton"
+    backend: str | None = "triton"  # None: dispatch chooses
     tokens: int = 16384
     hidden: int = 2048
 
@@ -51,7 +51,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Peer:
-    """ratio = (factor * the peer's time + slack_ms) / ours."""
+    """ratio = (factor * the peer's time + slack_ms) / ours. ms: that time, where it is a figure and not a call's."""
 
     name: str
     goal: str = ""
@@ -60,6 +60,7 @@ class Peer:
     flops: float | None = None  # if not ours
     same_result: bool = True
     note: str = ""
+    ms: float | None = None
 
 
 def _same(t: Tensor) -> Tensor:
@@ -77,7 +78,10 @@ class Built:
 
 @dataclass(frozen=True)
 class Cell:
-    """kind: "speed" (of what `build` returns, beside `peers` and their goals), or one of timing.LIMITS, with `goal`."""
+    """kind: "speed" (of what `build` returns, beside `peers` and their goals), or one of timing.LIMITS, with `goal`.
+
+    flops: of all that is timed; bytes where the row's unit is TB/s.
+    """
 
     row: Row  # what names it, and its note
     peers: tuple[Peer, ...] = ()
@@ -402,6 +406,28 @@ def bias_with_gradient(setting: Setting) -> Cell:
     )
 
 
+def padded(setting: Setting, d: int) -> Cell:
+    """An encoder's batch of 16 sequences, half of it padding: per-sequence lengths beside sdpa with its boolean mask.
+
+    dO is 0 in rows of padding, as a loss makes it, so that both have the same gradients.
+    """
+    batch, heads, seq = 16, 16, setting.tokens // 4
+    lengths = [seq * (2 * n + 1) // (2 * batch) for n in range(batch)]  # their mean is half of seq
+    random.Random(0).shuffle(lengths)
+    direction, peers = "forward + backward", (Peer(EFFICIENT, ">= 1.5"), Peer(CUDNN, ">= 1.5"))
+
+    def build() -> Built:
+        *inputs, do = draw(setting, batch, heads, seq, d, dtype="bf16")
+        lens = torch.tensor(lengths, dtype=torch.int32, device=setting.device)
+        mask = (torch.arange(seq, device=setting.device) < lens[:, None])[:, None, None]
+        do = do * mask.mT
+        attend = ours(replace(setting, backend=None), q_lens=lens, k_lens=lens)
+        return compared(attend, lambda peer: lambda: sdpa(SDPA[peer.name], bias=mask), peers, [*inputs, do], direction)
+
+    flops = OPERATIONS[direction] * heads * d * sum(pairs("full", n) for n in lengths)
+    return Cell(Row("padded batch", direction, "bf16", d, "lengths", seq), peers, flops, build)
+
+
 def limits(setting: Setting) -> list[Cell]:
     """Host time, memory and the first call: what we may take, whatever others do."""
     host = [("no_grad forward", "<= 30"), ("forward with grad", "<= 45"), ("forward + backward", "<= 220")]
@@ -432,7 +458,7 @@ def backend_of(row: Row) -> str:
 
 def cells(setting: Setting | None = None, cudnn: bool = False) -> list[Cell]:
     """All of them, in the order of measuring: the host's first, while the process has done nothing else."""
-    from . import hopper_cases  # which is made of what this file has
+    from . import decode_cases, hopper_cases  # which are made of what this file has
 
     setting = setting or Setting()
     found = [*limits(setting), *grid(setting, cudnn), *hopper_cases.cells(setting), *fp32(setting), *savings(setting)]
@@ -447,4 +473,5 @@ def cells(setting: Setting | None = None, cudnn: bool = False) -> list[Cell]:
         for direction in ("forward", "backward")
         for mask in ("full", "causal")
     ]
-    return [*found, bias_with_gradient(setting)]
+    found += [bias_with_gradient(setting), *(padded(setting, d) for d in (64, 128))]
+    return [*found, *decode_cases.cells(setting)]

@@ -83,7 +83,10 @@ def compare(cell: Cell) -> list[Row]:
     torch.cuda.synchronize()
     calls: dict[str, Call] = {}
     errors: dict[str, str] = {}
+    given = {peer.name: peer.ms for peer in cell.peers if peer.ms is not None}
     for peer in cell.peers:
+        if peer.name in given:
+            continue
         call, theirs = _attempt(built.peers[peer.name])
         if call is None:
             errors[peer.name] = theirs
@@ -96,7 +99,7 @@ def compare(cell: Cell) -> list[Row]:
     calls["ours"] = ours
     flush = overwritten()
     timers = {name: timer(call, flush) for name, call in calls.items()}
-    rounds = [{name: read() for name, read in timers.items()} for _ in range(ROUNDS)]
+    rounds = [{name: read() for name, read in timers.items()} | given for _ in range(ROUNDS)]
     return [row_of(cell, peer, rounds, errors.get(peer.name, "")) for peer in cell.peers]
 
 
@@ -145,19 +148,26 @@ def timer(call: Call, flush: Tensor) -> Callable[[], float]:
 def row_of(cell: Cell, peer: Peer, rounds: list[dict[str, float]], error: str = "") -> Row:
     """A cell's row beside one peer, from the milliseconds of each round: {"ours": ..., the peers' names: ...}."""
     ours = statistics.median(times["ours"] for times in rounds)
-    row = replace(
-        cell.row, peer=peer.name, goal=peer.goal, note=peer.note, error=error,
-        ours=_digits(ours), ours_tflops=_digits(cell.flops / ours * 1e-9),
-    )  # fmt: skip
+    row = _with_figures(
+        replace(cell.row, peer=peer.name, goal=peer.goal, note=peer.note, error=error), "ours", ours, cell.flops
+    )
     if any(peer.name not in times for times in rounds):
         return row
     theirs = statistics.median(times[peer.name] for times in rounds)
     ratios = [(peer.factor * times[peer.name] + peer.slack_ms) / times["ours"] for times in rounds]
     flops = cell.flops if peer.flops is None else peer.flops
     return replace(
-        row, theirs=_digits(theirs), their_tflops=_digits(flops / theirs * 1e-9),
+        _with_figures(row, "theirs", theirs, flops),
         ratio=round(statistics.median(ratios), 3), ratio_min=round(min(ratios), 3), ratio_max=round(max(ratios), 3),
     )  # fmt: skip
+
+
+def _with_figures(row: Row, whose: str, ms: float, flops: float) -> Row:
+    """The row with the time and the rate of "ours" or "theirs"; only the rate, where that is its unit."""
+    rate = _digits(flops / ms * 1e-9)
+    if row.unit == "TB/s":
+        return replace(row, **{whose: rate})
+    return replace(row, **{whose: _digits(ms), {"ours": "ours_tflops", "theirs": "their_tflops"}[whose]: rate})
 
 
 def disagreement(ours: Any, theirs: Any, built: Built, tolerance: float) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from bench import gpu, gpu_cases, hopper_cases, plot, tables, timing, tune
+from bench import decode_cases, gpu, gpu_cases, hopper_cases, plot, tables, timing, tune
 from bench.gpu_cases import FA2, FLEX, Cell, Setting
 from bench.rows import BEST, FIELDS, Row, geometric_mean, merge, parse_goal, read, write
 from bench.worker import Failed, Worker, parallel
@@ -126,6 +127,12 @@ def test_cells_have_names_and_goals_of_their_own(monkeypatch: pytest.MonkeyPatch
         ("hopper dropout", hopper_cases.TRITON): ">= 1.0",
         **{("hopper dropout", name): "" for name in (FA2, gpu_cases.CUDNN)},
         ("mixed lengths", "ours, dense"): ">= 0.9", ("bias with gradient", gpu_cases.EFFICIENT): ">= 1.3",
+        **{("padded batch", name): ">= 1.5" for name in (gpu_cases.EFFICIENT, gpu_cases.CUDNN)},
+        **{("decode", name): ">= 0.95" for name in (FA3, gpu_cases.CUDNN, FA2)},
+        ("decode paged", decode_cases.CONTIGUOUS): ">= 0.95", ("decode paged", FA3): "",
+        ("decode one head", decode_cases.SHEET): ">= 0.7", ("decode batch", "ours, B 32"): ">= 0.95",
+        ("chunked prefill", "ours, dense"): ">= 0.95",
+        **{("decode forms", name): "" for name in (FA3, decode_cases.SHEET)},
     }  # fmt: skip
     wide = [cell for cell in cells if (cell.row.subject, cell.row.d) == ("hopper backward", 256)]
     assert [peer.goal for cell in wide for peer in cell.peers] == [">= 1.25"] * 2 * 2 * 6
@@ -223,6 +230,34 @@ class FlashAttention:
         ]  # fmt: skip
         return torch.cat(each), None
 
+    @staticmethod
+    def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> Tensor:
+        """Another's words for `attention_cached`, in plain PyTorch: lengths full but for what is appended."""
+        B, pages, new = len(q), options.get("page_table"), options.get("k")
+        k, v = ((x if pages is None else x[pages.long()].flatten(1, 2)).float().clone() for x in (k_cache, v_cache))
+        q = q.float()
+        if "qv" in options:
+            q, k = torch.cat([options["qv"].float(), q], -1), torch.cat([v, k], -1)
+        at = options["cache_seqlens"].tolist()[0]
+        assert options["cache_seqlens"].tolist() == [at] * B
+        assert at + (new is not None) == k.shape[1]
+        if new is not None:
+            assert not options["rotary_interleaved"]
+            cos, sin = (options[f"rotary_{name}"][at].float() for name in ("cos", "sin"))
+
+            def turned(x: Tensor) -> Tensor:
+                a, b = x.float().chunk(2, -1)
+                return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+            q, k[:, at], v[:, at] = turned(q), turned(new)[:, 0], options["v"][:, 0]
+        for name, x in (("k_descale", k), ("v_descale", v)):
+            if name in options:
+                assert options[name].shape == (B, k.shape[2])
+                x *= options[name][:, None, :, None]
+        visible = Band(None, 0).dense(q.shape[1], k.shape[1])
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True).transpose(1, 2).bfloat16()
+
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
@@ -245,6 +280,16 @@ class FlashAttention:
         "hopper forms backward bf16 d128 causal, 2/1 heads S512",
         "hopper forms forward bf16 d192 causal, 192/128 S256",
         "hopper forms backward bf16 d128 causal, packed S256",
+        "padded batch forward + backward bf16 d64 lengths S256",
+        "decode forward bf16 d128 B 1, 32/8 heads S512",
+        "decode paged forward bf16 d128 B 1, 32/8 heads, pages of 16 S512",
+        "decode one head forward bf16 d128 B 1, 8/1 heads S8192",
+        "decode batch forward bf16 d128 B 2, 40/8 heads S512",
+        "chunked prefill forward bf16 d128 causal, 128 queries S2176",
+        "decode forms forward fp8 d128 B 1, 32/8 heads S512",
+        "decode forms forward bf16 d576 B 2, 16/1 heads, d_v 512 S256",
+        "decode forms forward bf16 d128 B 1, 32/8 heads, 16 queries S512",
+        "decode forms forward bf16 d128 B 1, 32/8 heads, append, rotary S512",
     ],
 )
 def test_a_cell_runs_and_its_peers_agree(name: str, on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,7 @@ def test_cases_have_names_and_goals_of_their_own() -> None:
         (attention.SUBJECT, "causal", 1024, CUDNN): ">= 1.0",
         ("GPT-2 small", "causal, dropout 0.1", 1024, training.SDPA): ">= 1.0",
         ("GPT-2 small", "causal, dropout 0.1", 4096, training.EAGER): ">= 3",
+        ("GPT-2 small", "causal, dropout 0.1", 8192, training.SDPA): ">= 1.0",
         ("GPT-2 small", "causal, dropout 0.1", 16384, training.EAGER): ">= 3",
         **blocks,
     }
