@@ -2,7 +2,7 @@
 
 What is stored is placed by the test itself, key by key, in memory that is NaN everywhere else. After the call the new
 keys must lie where they belong, nothing else may have changed by a bit, and o and lse are held to the fp64 reference
-over the keys gathered back into a dense tensor.
+over the keys gathered back into a dense tensor. Everything is on the default device.
 
     from cache_cases import *
     CacheCase(seed=7, page=16, new=(1, 5, 0), ...).check("tiled")
@@ -111,7 +111,7 @@ class Call:
         self.rotary = self._rotary() if case.rotary else None
 
     def _normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.randn(shape, generator=self.make, dtype=F64).to(dtype or self.case.dtype)
+        return drawn(shape, self.make, F64).to(dtype or self.case.dtype)
 
     def _tokens(self, shape: tuple[int, ...], heads: int, dim: int) -> Tensor:
         """New tokens, NaN where a row is not in use."""
@@ -172,9 +172,9 @@ class Call:
         make = torch.Generator().manual_seed(case.seed + 1)
         if case.slopes is not None:
             shape = (case.heads,) if case.slopes == "h" else (case.batch, case.heads)
-            options["alibi_slopes"] = torch.randn(shape, generator=make) * 0.3
+            options["alibi_slopes"] = drawn(shape, make) * 0.3
         if case.sink:
-            options["sink"] = torch.randn(case.heads, generator=make) * 2
+            options["sink"] = drawn((case.heads,), make) * 2
         return options | {"mask": case.band, "softcap": case.softcap, "scale": case.scale}
 
     def run(self, backend: str | None, **changes: Any) -> tuple[Tensor, Tensor]:
@@ -288,6 +288,11 @@ class Call:
             assert (error.abs() <= torch.finfo(case.dtype).eps * (1 + expected.abs())).all(), error.abs().max()
             lse = expected.float()
         assert_close({"o": o, "lse": lse}, **dense, do=None, dlse=None)
+
+
+def drawn(shape: tuple[int, ...], make: torch.Generator, dtype: torch.dtype = F32) -> Tensor:
+    """Normal numbers on the default device, the same ones on every device."""
+    return torch.randn(shape, generator=make, dtype=dtype, device="cpu").to(torch.get_default_device())
 
 
 def ints(values: Any) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cache_cases import BF16, F16, FP8, CacheCase, ints, same_bits, sample
+from cache_cases import BF16, F16, FP8, CacheCase, drawn, ints, same_bits, sample
 from torch import Tensor
 
 import tilewise
@@ -169,7 +169,7 @@ def test_what_lies_beyond_changes_no_bit(backend: str) -> None:
 
 def test_token_by_token_is_attention(backend: str) -> None:
     """Prompt, then tokens one at a time, against `attention` over the whole."""
-    q, k, v = (torch.randn(2, h, 40, 16, generator=torch.Generator().manual_seed(h)) for h in (4, 2, 2))
+    q, k, v = (drawn((2, h, 40, 16), torch.Generator().manual_seed(h)) for h in (4, 2, 2))
     pool = PagePool(pages=8, page_size=16, sequences=2, max_len=64)
     for cache in (KVCache.contiguous(2, 2, 64, 16), KVCache.paged(pool, 2, 16)):
         outputs = []
@@ -221,7 +221,8 @@ def test_layers_whose_strides_pass_2_31(backend: str) -> None:
     q, new_k, new_v = torch.randn(3, 2, 2, 33, 16).half()
     o = tilewise.attention_cached(q, cache, k=new_k, v=new_v, backend=backend)
     assert torch.equal(k[1, :, :33], new_k[1])
-    assert torch.equal(o, tilewise.attention(q, new_k, new_v, mask=causal, backend=backend))
+    expected = tilewise.attention(q, new_k, new_v, mask=causal, backend=backend)  # on a GPU by another kernel
+    torch.testing.assert_close(o, expected, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 3), (2, 2, 0)])
@@ -531,7 +532,7 @@ def soak(steps: int, seed: int, backend: str) -> None:
         if not new:
             continue
         cu = ints([0, *torch.tensor(list(new.values())).cumsum(0).tolist()])
-        q, k, v = (torch.randn(int(cu[-1]), h, d, generator=make) for h, d in ((4, 8), (heads, 8), (heads, 4)))
+        q, k, v = (drawn((int(cu[-1]), h, d), make) for h, d in ((4, 8), (heads, 8), (heads, 4)))
         asked = action < 0.5
         given: dict[str, Any] = {"rows": ints(list(new)), "backend": backend}
         o = None

@@ -40,10 +40,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def here(x: Tensor) -> Tensor:
+    """On the default device."""
+    return x.to(torch.get_default_device())
+
+
 def turned(x: Tensor, position: int, interleaved: bool) -> Tensor:
     """x (H, D): its first 8 columns as complex numbers."""
     pairs = x[:, :8].unflatten(1, (4, 2)) if interleaved else x[:, :8].unflatten(1, (2, 4)).transpose(1, 2)
-    angle = torch.complex(TABLE[position].cos(), TABLE[position].sin())
+    angle = here(torch.complex(TABLE[position].cos(), TABLE[position].sin()))
     z = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * angle)
     return torch.cat([(z if interleaved else z.transpose(1, 2)).flatten(1), x[:, 8:]], 1)
 
@@ -53,7 +58,7 @@ PAGES = [(name, page) for name in CASES for page in (None, 4, 256) if not page o
 
 @pytest.mark.parametrize(("name", "page"), PAGES)
 def test_cases(name: str, page: int | None) -> None:
-    options = dict(CASES[name])
+    options = {key: here(x) if isinstance(x, Tensor) else x for key, x in CASES[name].items()}
     q_len, n, rotary = options.pop("q_len", 3), options.pop("n", 3), options.pop("rotary", False)
     slots = options.get("cache_batch_idx", torch.arange(B)).tolist()
     q, k, v = (torch.randn(B, length, h, D) for length, h in ((q_len, HQ), (n, HKV), (n, HKV)))
@@ -73,7 +78,7 @@ def test_cases(name: str, page: int | None) -> None:
         for j in range(STORED[b]):
             k_cache[at(b, j)], v_cache[at(b, j)] = pair[:, j]
     if rotary:
-        options |= {"rotary_cos": TABLE.cos(), "rotary_sin": TABLE.sin()}
+        options |= {"rotary_cos": here(TABLE.cos()), "rotary_sin": here(TABLE.sin())}
     new = {"k": k, "v": v} if n else {}
     lens = ints(STORED)
     o, lse = flash_attn_with_kvcache(q, k_cache, v_cache, **new, cache_seqlens=lens, return_softmax_lse=True, **options)

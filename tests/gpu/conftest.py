@@ -11,10 +11,12 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
+import cache_on_gpu
 import pool
 import pytest
 import stamp
 import torch
+from cache_cases import CacheCase
 from cases import Case
 from hopper_cases import on_hopper, on_hopper_twice, promised_names
 from test_torch import CASES as TRACED
@@ -54,7 +56,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     hoppers = {} if WHY_NOT_HOPPER else on_hopper()
     promised |= {name: case for name, case in hoppers.items() if name in promised_names()}
     twice |= on_hopper_twice() & promised.keys()
-    cases = {**on_gpu(), **hoppers}
+    cases = {**on_gpu(), **hoppers, **cache_on_gpu.on_gpu()}
     chosen = {name: cases[name] for item in session.items if (name := _case_of(item)) in cases}
     worker = ThreadPoolExecutor(1)  # one pool after the other
     at_work["compiled"] = worker.submit(_judge, {} if REHEARSAL else promised, twice)
@@ -110,7 +112,7 @@ def verdicts() -> dict[str, pool.Verdict]:
     return at_work["verdicts"].result()
 
 
-def _judge(cases: dict[str, Case], twice: frozenset[str]) -> dict[str, pool.Verdict]:
+def _judge(cases: dict[str, Case | CacheCase], twice: frozenset[str]) -> dict[str, pool.Verdict]:
     start = time.perf_counter()
     found = pool.verdicts(cases, twice, PROCESSES, SECONDS)
     slowest = sorted(found, key=lambda name: -found[name].seconds)[:8]

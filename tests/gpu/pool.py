@@ -15,7 +15,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import cache_on_gpu
 import torch
+from cache_cases import CacheCase
 from cases import Case
 from close import assert_close
 from covering import specialisation
@@ -31,8 +33,10 @@ class Verdict:
     seconds: float = 0.0  # with compiling, in the first case of a specialisation
 
 
-def check(case: Case, backend: str, **changes: Any) -> None:
+def check(case: Case | CacheCase, backend: str | None, **changes: Any) -> None:
     """AssertionError if a result is over its budget, and whatever a backend may raise. changes: more options."""
+    if isinstance(case, CacheCase):
+        return cache_on_gpu.check(case, backend, DEVICE)
     inputs = moved(case.build())
     with tilewise.checked():
         with poisoned_memory():
@@ -40,7 +44,9 @@ def check(case: Case, backend: str, **changes: Any) -> None:
         assert_close(got, **inputs)
 
 
-def verdicts(cases: Mapping[str, Case], twice: frozenset[str], processes: int, limit: float) -> dict[str, Verdict]:
+def verdicts(
+    cases: Mapping[str, Case | CacheCase], twice: frozenset[str], processes: int, limit: float
+) -> dict[str, Verdict]:
     """Of each case by name. twice: those whose gradients are also asked for reproducibly, which other kernels may do.
 
     Cases of one specialisation go to one process, so that nothing is compiled twice; they end up in Triton's cache on
@@ -48,8 +54,9 @@ def verdicts(cases: Mapping[str, Case], twice: frozenset[str], processes: int, l
     """
     groups = defaultdict(list)
     for name, case in cases.items():
-        groups[(backend_of(name), *specialisation(case).items())].append((name, case, name in twice))
-    slow_first = sorted(groups.values(), key=lambda group: -max(case.dim + case.v_dim for _, case, _ in group))
+        of_case = cache_on_gpu.specialisation if isinstance(case, CacheCase) else specialisation
+        groups[(backend_of(name), *of_case(case).items())].append((name, case, name in twice))
+    slow_first = sorted(groups.values(), key=lambda group: -max(_columns(case) for _, case, _ in group))
     found: dict[str, Verdict] = {}
     with tempfile.TemporaryDirectory() as notes:
         pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, (notes,))
@@ -66,6 +73,10 @@ def verdicts(cases: Mapping[str, Case], twice: frozenset[str], processes: int, l
     return {name: found.get(name, Verdict(lost)) for name in cases}
 
 
+def _columns(case: Case | CacheCase) -> int:
+    return case.dim + (case.v_dim or case.dim)
+
+
 _notes = Path()
 _lost_to = ""  # the case that broke this process's device
 
@@ -76,7 +87,7 @@ def _begin(notes: str) -> None:
     set_up()
 
 
-def _check_group(group: list[tuple[str, Case, bool]]) -> dict[str, Verdict]:
+def _check_group(group: list[tuple[str, Case | CacheCase, bool]]) -> dict[str, Verdict]:
     global _lost_to
     found = {}
     for name, case, twice in group:
@@ -96,7 +107,7 @@ def _check_group(group: list[tuple[str, Case, bool]]) -> dict[str, Verdict]:
     return found
 
 
-def _fault(case: Case, twice: bool, backend: str) -> str:
+def _fault(case: Case | CacheCase, twice: bool, backend: str | None) -> str:
     try:
         check(case, backend)
         if twice:

@@ -11,6 +11,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
+import cache_on_gpu
 import torch
 from hopper_cases import PREFIX
 from torch import Tensor
@@ -28,8 +29,10 @@ WHY_NOT_HOPPER = WHY_NOT or (
 )
 
 
-def backend_of(case_name: str) -> str:
-    """Which backend a case is run on: its name says so."""
+def backend_of(case_name: str) -> str | None:
+    """Which backend a case is run on: its name says so. None: dispatch chooses."""
+    if case_name.startswith(cache_on_gpu.PREFIX):
+        return None
     return "hopper" if case_name.startswith(PREFIX) and not REHEARSAL else BACKEND
 
 
