@@ -3,7 +3,7 @@
 A buffer that is handed back too early is overwritten only when the one who fills it comes first: seldom, and more
 often where programs are held up in odd places. So beside this process others run attention and copies of all sizes on
 the same GPU, and each result is compared with the first: o, lse, dK and dV bit for bit; dQ of the fused backward, whose
-sums have no fixed order, by the norm of each 64 rows' difference. Exit code 1 if any differs.
+sums have no fixed order, by the norm of each 64 rows' difference. Exit code 1 if any differs, or another process died.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ from torch import Tensor
 import tilewise
 from tilewise import Band, causal
 
-# head size, tokens, mask, deterministic backward; None: forward alone
-CALLS: list[tuple[int, int, Band, bool | None]] = [
+DEVICE = "cuda"
+What = tuple[int, int, Band, bool | None]  # head size, tokens, mask, deterministic backward; None: forward alone
+CALLS: list[What] = [
     *((d, n, mask, backward) for d in (64, 128) for n in (512, 640, 1024) for mask in (Band(), causal)
       for backward in (None, False)),
     (64, 4096, causal, False), (128, 4096, causal, False), (64, 1024, causal, True), (128, 1024, causal, True),
     (96, 1024, causal, False), (192, 1024, causal, None), (256, 1024, causal, False), (64, 300, Band(100, 0), False),
 ]  # fmt: skip
-CLOSE = (
-    1e-3  # of 64 rows of dQ: sums in another order differ by 1e-6 of it before rounding, a wrong block by some tenths
-)
+CLOSE = 1e-3  # of the norm of 64 rows of dQ: what rounding leaves of another order is less, a wrong block some tenths
 
 
-def made(d: int, n: int, mask: Band, backward: bool | None, device: str = "cuda") -> Callable[[], dict[str, Tensor]]:
+def made(d: int, n: int, mask: Band, backward: bool | None) -> Callable[[], dict[str, Tensor]]:
     """A call that gives its results by name; every tile of it has neighbours of other sequences and heads."""
-    make = torch.Generator(device=device).manual_seed(d + n)
+    make = torch.Generator(device=DEVICE).manual_seed(d + n)
     batch, heads = max(1, 8192 // n), 8
-    q, k, v, do = (torch.randn(batch, heads, n, d, generator=make, device=device).to(torch.bfloat16) for _ in range(4))
+    q, k, v, do = (torch.randn(batch, heads, n, d, generator=make, device=DEVICE).to(torch.bfloat16) for _ in range(4))
 
     def call() -> dict[str, Tensor]:
         leaves = [x.detach().requires_grad_(backward is not None) for x in (q, k, v)]
@@ -75,7 +74,7 @@ def busy(seed: int, stop: Any) -> None:
     """Attention and copies of random sizes, until told to stop."""
     r = random.Random(seed)
     calls = [made(*r.choice(CALLS)) for _ in range(3)]
-    block = torch.empty(r.choice((1, 16, 64)) << 20, dtype=torch.uint8, device="cuda")
+    block = torch.empty(r.choice((1, 16, 64)) << 20, dtype=torch.uint8, device=DEVICE)
     while not stop.is_set():
         for _ in range(r.randint(1, 20)):
             r.choice(calls)()
@@ -91,34 +90,36 @@ def main() -> int:
     args = parser.parse_args()
     context = mp.get_context("spawn")
     stop = context.Event()
-    calls = {str(call): (made(*call), call) for call in CALLS}
-    first = {name: call() for name, (call, _) in calls.items()}
+    calls = {what: made(*what) for what in CALLS}
+    first = {what: call() for what, call in calls.items()}
     torch.cuda.synchronize()
     print(f"{len(calls)} calls are compiled", flush=True)
     others = [context.Process(target=busy, args=(n, stop), daemon=True) for n in range(args.others)]
     for other in others:
         other.start()
-    count: Counter[str] = Counter()
-    wrong = {name: torch.zeros(len(results), dtype=torch.int64, device="cuda") for name, results in first.items()}
+    count: Counter[What] = Counter()
+    wrong = {what: torch.zeros(len(results), dtype=torch.int64, device=DEVICE) for what, results in first.items()}
     begin = time.monotonic()
     for rounds in itertools.count(1):  # noqa: B007
-        for name, (call, what) in calls.items():
+        for what, call in calls.items():
+            d, _, _, backward = what
             for _ in range(10):
-                wrong[name] += differing(first[name], call(), ordered=what[3] is not False or what[0] > 128)
-            count[name] += 10
+                wrong[what] += differing(first[what], call(), ordered=backward is not False or d > 128)
+            count[what] += 10
         torch.cuda.synchronize()
         if time.monotonic() - begin > args.seconds:
             break
+    dead = sum(not other.is_alive() for other in others)
     stop.set()
     bad = 0
-    for name, numbers in wrong.items():
-        found = {result: n for result, n in zip(first[name], numbers.tolist(), strict=True) if n}
+    for what, numbers in wrong.items():
+        found = {result: n for result, n in zip(first[what], numbers.tolist(), strict=True) if n}
         bad += max(found.values(), default=0)
-        print(f"{name}: {count[name]} calls, {found or 'none differs'}")
-    print(f"{count.total()} calls in {rounds} rounds beside {args.others} processes: {bad} differ")
+        print(f"{what}: {count[what]} calls, {found or 'none differs'}")
+    print(f"{count.total()} calls in {rounds} rounds beside {args.others} processes ({dead} died): {bad} differ")
     for other in others:
         other.join(20)
-    return 1 if bad else 0
+    return 1 if bad or dead else 0
 
 
 if __name__ == "__main__":
