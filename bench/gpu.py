@@ -27,6 +27,7 @@ MEANS = [
     ("forward", FA2, ">= 1.5"),
     ("hopper forward", BEST, ">= 1.03"),
     ("hopper backward", BEST, ">= 1.05"),
+    ("decode", BEST, ">= 1.0"),
 ]
 
 

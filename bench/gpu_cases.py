@@ -87,6 +87,7 @@ class Cell:
     kind: str = "speed"
     goal: str = ""
     compiled: bool = True  # worth a warm-up
+    calls: int = 1  # of what is measured, in one that is timed: of a CUDA graph, say
 
     @property
     def name(self) -> str:
@@ -458,7 +459,7 @@ def backend_of(row: Row) -> str:
 
 def cells(setting: Setting | None = None, cudnn: bool = False) -> list[Cell]:
     """All of them, in the order of measuring: the host's first, while the process has done nothing else."""
-    from . import hopper_cases  # which is made of what this file has
+    from . import decode_cases, hopper_cases  # which are made of what this file has
 
     setting = setting or Setting()
     found = [*limits(setting), *grid(setting, cudnn), *hopper_cases.cells(setting), *fp32(setting), *savings(setting)]
@@ -474,4 +475,4 @@ def cells(setting: Setting | None = None, cudnn: bool = False) -> list[Cell]:
         for mask in ("full", "causal")
     ]
     found += [padded(setting, d) for d in (64, 128)]
-    return [*found, bias_with_gradient(setting)]
+    return [*found, bias_with_gradient(setting), *decode_cases.cells(setting)]

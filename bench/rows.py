@@ -18,7 +18,8 @@ class Row:
     """A cell beside one peer. None (an empty field in the file) where a figure does not exist.
 
     ours, theirs: medians over the rounds, in `unit`. ratio: the median of the rounds' credit / ours, where credit is
-    the peer's time (speed), or what the note says our time may be; at least 1 is as good. goal: "" (none), ">= x" of
+    the peer's time (speed), or what the note says our time may be; at least 1 is as good. ours_tflops, their_tflops: of
+    a cache TB/s. goal: "" (none), ">= x" of
     the ratio, or "<= x" of ours, in its unit.
     """
 

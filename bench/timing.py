@@ -96,7 +96,7 @@ def compare(cell: Cell) -> list[Row]:
     calls["ours"] = ours
     flush = overwritten()
     timers = {name: timer(call, flush) for name, call in calls.items()}
-    rounds = [{name: read() for name, read in timers.items()} for _ in range(ROUNDS)]
+    rounds = [{name: read() / cell.calls for name, read in timers.items()} for _ in range(ROUNDS)]
     return [row_of(cell, peer, rounds, errors.get(peer.name, "")) for peer in cell.peers]
 
 

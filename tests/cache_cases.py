@@ -189,12 +189,16 @@ class Call:
             given["cu_seqlens_q"] = ints([0, *torch.tensor(case.new).cumsum(0).tolist()])
         elif any(n != self.longest for n in case.new):
             given["q_lens"] = ints(case.new)
-        o, lse = tilewise.attention_cached(self.q, self.cache, return_lse=True, backend=backend, **(given | changes))
+        o, lse = self.ask(backend, given | changes)
         if not case.packed:
             return o, lse
         assert (o[sum(case.new) :] == 0).all()
         assert (lse[:, sum(case.new) :] == -torch.inf).all()
         return self._padded(o, 0.0), self._padded(lse.T[..., None], -torch.inf)[..., 0]
+
+    def ask(self, backend: str | None, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The call itself."""
+        return tilewise.attention_cached(self.q, self.cache, return_lse=True, backend=backend, **options)
 
     def _padded(self, x: Tensor, fill: float) -> Tensor:
         out = x.new_full((self.case.batch, x.shape[1], self.longest, x.shape[2]), fill)

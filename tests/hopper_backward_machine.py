@@ -22,13 +22,13 @@ CALL = (
     "q_len", "k_len", "diagonal", "left", "right", "scale", "softcap", "heads", "group", "tiles", "together", "total",
 )  # fmt: skip
 PLACE = ("first", "s", "b", "kv", "before", "dk_start", "k_span", "call")
-RINGS = ("tiles", "k", "v", "q", "dq", "do", "statistics", "blocks", "BYTES")
+RINGS = ("tiles", "k", "v", "q", "dq", "do", "statistics", "blocks", "words", "BYTES")
 MASK = ("query_range", "mask_free_queries", "key_range", "tile_of")
 PLAYED = {  # functions that the partitions call, as the Python that they are
     "claim", "tell", "place_told", "load_tile", "load_keys",
     "place_of_keys", "query_blocks", "free_queries", "load_queries", "shares_of_head", "shares_before", "block_told",
     "add_share", "step", "turn_of", "share_of_dq", "rows_at", "clipped", "sequence_of", "extent", "clamped", "live",
-    "way", "visit", "load_chunks", "beside", "turned_product", "add_product",
+    "way", "visit", "draw_block", "load_chunks", "beside", "turned_product", "add_product",
 }  # fmt: skip
 NO_LENGTHS = (None,) * 4 + (0,) * 5
 
@@ -94,21 +94,24 @@ class Device:
         partitions: dict[str, Callable[[], None]] = {}
         for block in blocks:
             parts = block.partitions()
-            partitions |= {f"{block.program} {name}": self.begun(block.program, part) for name, part in parts.items()}
+            partitions |= {
+                f"{block.program} {name}": self.begun(block.program, part, block.PARTITIONS)
+                for name, part in parts.items()
+            }
         self.scheduler.run(partitions)
         assert not self.adding
         assert not self.counter, "the next launch begins with it"
         for block in blocks:
             block.check_end()
 
-    def begun(self, program: int, part: Callable[[], None]) -> Callable[[], None]:
+    def begun(self, program: int, part: Callable[[], None], partitions: int) -> Callable[[], None]:
         """The partition, once there is room for its program."""
 
         def run() -> None:
             self.scheduler.until(
                 lambda: program in self.running or sum(left > 0 for left in self.running.values()) < self.room
             )
-            self.running.setdefault(program, BackwardBlock.PARTITIONS)
+            self.running.setdefault(program, partitions)
             part()
             self.running[program] -= 1
 
@@ -123,7 +126,9 @@ class BackwardBlock:
     numbers: of a `walk.Call`. lengths, lists: as the kernel makes them, with Pointers.
     """
 
-    PARTITIONS = 5
+    @property
+    def PARTITIONS(self) -> int:
+        return 6 if self.O.DRAWN else 5
 
     def __init__(
         self, numbers: tuple[Any, ...], options: Any, program: int, programs: int, device: Device,
@@ -162,7 +167,12 @@ class BackwardBlock:
             played = self.rewired(function)
             return lambda: played(*arguments)
 
-        names = {backward.consumer: "{}", backward.adder: "{} adds", backward.producer: "producer"}
+        names = {
+            backward.consumer: "{}",
+            backward.adder: "{} adds",
+            backward.producer: "producer",
+            backward.drawer: "drawer",
+        }
         self.started = {names[f].format(arguments[-2]): bound(f, arguments) for f, arguments in partitions}
         assert len(self.started) == self.PARTITIONS
 
@@ -177,7 +187,7 @@ class BackwardBlock:
         return self.rings
 
     def check_end(self) -> None:
-        for name in ("tiles", "k", "v", "q", "dq", "blocks"):
+        for name in ("tiles", "k", "v", "q", "dq", "blocks", "words"):
             ring = getattr(self.rings, name)
             for full, empty in zip(ring.full, ring.empty, strict=True):
                 assert full.phase == empty.phase, "what was committed was not released"
@@ -243,6 +253,8 @@ class BackwardBlock:
             "buffers_of": lambda n, _, name: tuple(self.buffers(name, n, self.sides)), "ring_of_parts": self.ring,
             "ring_of": lambda buffers, readers: self.ring((buffers,), readers), "Rings": self.rings_of,
             "lots_of_keys": lambda _, *keys: keys, "drawn": lambda lots, *queries: (*lots, *queries),
+            "words_ring": lambda blocks, *_: self.ring((next(self.buffers("words", blocks)),), 2),
+            "put_words": self.put_words, "words_in": lambda memory, piece: memory.holds[piece],
             "TILE": 128, "FAR": FAR, "Place": self.place_of, "Call": self.call_of,
             "put": self.put, "number": self.number,
             "below": lambda list, n, tile: sum(x < tile for x in list.data[list.at :][:n]),
@@ -329,6 +341,10 @@ class BackwardBlock:
     def put(self, memory: Memory, at: int, numbers: tuple[int, ...]) -> None:
         self.write(memory, "told", None)
         memory.holds |= dict(enumerate((_Int(number) for number in numbers), at))
+
+    def put_words(self, words: Any, memory: Memory, piece: int) -> None:
+        self.scheduler.until()
+        self.write(memory, piece, words)
 
     def number(self, memory: Memory, at: int) -> Any:
         self.scheduler.until()

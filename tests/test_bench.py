@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from bench import gpu, gpu_cases, hopper_cases, plot, tables, timing, tune
+from bench import decode_cases, gpu, gpu_cases, hopper_cases, plot, tables, timing, tune
 from bench.gpu_cases import FA2, FLEX, Cell, Setting
 from bench.rows import BEST, FIELDS, Row, geometric_mean, merge, parse_goal, read, write
 from bench.worker import Failed, Worker, parallel
@@ -126,6 +126,11 @@ def test_cells_have_names_and_goals_of_their_own(monkeypatch: pytest.MonkeyPatch
         ("hopper dropout", hopper_cases.TRITON): ">= 1.0",
         **{("hopper dropout", name): "" for name in (FA2, gpu_cases.CUDNN)},
         ("padded batch", gpu_cases.SDPA_MASKED): ">= 1.5",
+        **{("decode", name): ">= 0.95" for name in (FA3, FA2, gpu_cases.CUDNN)}, ("decode 16 queries", FA3): "",
+        ("decode paged", decode_cases.CONTIGUOUS): ">= 0.95", ("decode odd batch", "ours, batch 32"): ">= 1.0",
+        ("decode one head", decode_cases.DATA_SHEET): ">= 0.7", ("chunked prefill", decode_cases.DENSE): ">= 0.95",
+        **{(f"decode {name}", decode_cases.DATA_SHEET): "" for name in ("fp8", "latent")},
+        ("decode appending", decode_cases.STORED): "",
         ("mixed lengths", "ours, dense"): ">= 0.9", ("bias with gradient", gpu_cases.EFFICIENT): ">= 1.3",
     }  # fmt: skip
     wide = [cell for cell in cells if (cell.row.subject, cell.row.d) == ("hopper backward", 256)]

@@ -495,11 +495,11 @@ def test_pool() -> None:
         PagePool(1, 0, 1, 1)
 
 
-def soak(steps: int, seed: int, backend: str) -> None:
+def soak(steps: int, seed: int, backend: str | None, device: str = "cpu") -> None:
     """Sequences come, grow, are asked and go, in pages that are NaN when free; nothing is lost, nothing leaks."""
     r, make = random.Random(seed), torch.Generator().manual_seed(seed)
     slots, heads = 6, 2
-    pool = PagePool(pages=24, page_size=r.choice((1, 5, 16)), sequences=slots, max_len=100)
+    pool = PagePool(pages=24, page_size=r.choice((1, 5, 16)), sequences=slots, max_len=100, device=device)
     cache = KVCache.paged(pool, heads, 8, v_dim=4)
     cache.k.fill_(NAN), cache.v.fill_(NAN)
     past: dict[int, tuple[Tensor, Tensor]] = {}
@@ -530,10 +530,11 @@ def soak(steps: int, seed: int, backend: str) -> None:
                     drop(slot)
         if not new:
             continue
-        cu = ints([0, *torch.tensor(list(new.values())).cumsum(0).tolist()])
-        q, k, v = (torch.randn(int(cu[-1]), h, d, generator=make) for h, d in ((4, 8), (heads, 8), (heads, 4)))
+        cu = ints([0, *torch.tensor(list(new.values())).cumsum(0).tolist()]).to(device)
+        sizes = (4, 8), (heads, 8), (heads, 4)
+        q, k, v = (torch.randn(int(cu[-1]), h, d, generator=make).to(device) for h, d in sizes)
         asked = action < 0.5
-        given: dict[str, Any] = {"rows": ints(list(new)), "backend": backend}
+        given: dict[str, Any] = {"rows": ints(list(new)).to(device), "backend": backend}
         o = None
         if asked:
             o = tilewise.attention_cached(q, cache, k=k, v=v, cu_seqlens_q=cu, mask=sliding_window(40), **given)
@@ -541,13 +542,13 @@ def soak(steps: int, seed: int, backend: str) -> None:
             cache.append(k, v, cu_seqlens=cu, **given)
         for i, slot in enumerate(new):
             part = slice(int(cu[i]), int(cu[i + 1]))
-            there = past.get(slot, (torch.empty(heads, 0, 8), torch.empty(heads, 0, 4)))
+            there = past.get(slot, tuple(torch.empty(heads, 0, d, device=device) for d in (8, 4)))
             past[slot] = tuple(torch.cat([x, y[part].transpose(0, 1)], 1) for x, y in zip(there, (k, v), strict=True))
             if o is not None:
                 q_s = q[part].transpose(0, 1)[None].double()
                 K, V = (x[None].double().repeat_interleave(2, 1) for x in past[slot])
                 n, m = q_s.shape[2], K.shape[2]
-                far = torch.arange(m) - torch.arange(m - n, m)[:, None]
+                far = (torch.arange(m) - torch.arange(m - n, m)[:, None]).to(device)
                 S = (q_s @ K.mT / 8**0.5).masked_fill((far > 0) | (far < -40), -torch.inf)
                 expected = (S.softmax(-1) @ V)[0].transpose(0, 1)
                 assert (o[part] - expected).abs().max() < 1e-5, (step, slot)

@@ -64,7 +64,10 @@ def test_rows_fit_the_shared_memory_and_the_registers() -> None:
     for wide, cfg in config.BACKWARD.items():
         assert cfg.evidence
         dropout = config.backward_of(problem_of(wide, dropout_p=0.5, seed=1))
-        assert (dropout.rows, dropout.stages, dropout.places) == (cfg.rows, cfg.stages, cfg.places)
+        assert (dropout.rows, dropout.stages, dropout.places) == (cfg.rows, cfg.stages, 1)
+        assert dropout.drawer_registers >= 24
+        assert dropout.drawer_registers % 8 == 0
+        assert config.backward_shared_bytes(dropout, wide) + 1024 <= config.SHARED
         assert cfg.rows * wide <= 2 * config.PIECE**2  # a share of dQ is (64, 64), or less
         assert config.backward_shared_bytes(cfg, wide) + 1024 <= config.SHARED
         consumer, producer = cfg.registers
@@ -158,7 +161,7 @@ def check(d: int, v_dim: int, dtype: torch.dtype, kind: str, deterministic: bool
     overlapped = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[123](.*?)WARPGROUP\.DEPBAR", listing, re.DOTALL)
     if dropout:
         # A word is drawn by 8 calls of 18 products. Both times it is tested by the byte.
-        assert listing.count("IMAD.WIDE") >= 2 * cfg.rows // config.PIECE * 8 * 18
+        assert listing.count("IMAD.WIDE") >= 2 * cfg.rows // config.PIECE * 8 * 16
         assert listing.count("R2P") == 2 * 2 * 4 * cfg.rows // config.PIECE
     elif not problem.softcap:
         allowed = RELOADED.get(triton.__version__[:3], 8) if wide == 64 else 0
@@ -232,6 +235,8 @@ def test_partitions_take_every_pair_once_and_never_wait_for_ever(seed: int) -> N
     problem = replace(problem, deterministic=ordered, dropout_p=0.1 * (seed // 2 % 2))
     options = backward_host.Options.of(problem, config.backward_of(problem), wide)
     options = replace(options, STAGES=r.choice((1, 2, 3)), PLACES=r.choice((1, 2)))
+    if options.DROPOUT:
+        options = replace(options, DRAWN=seed // 4 % 2 * r.choice((1, 2, 4)))
     tiles = -(-k_len // config.BACKWARD_KEYS)
     numbers = backward_host.numbers_of(problem, NOTHING.origin, k_len, config.BACKWARD_KEYS, 2, r.choice((1, 2, 3)))
     device = Device(seed, r.choice((1, 2, 3, 5)))
@@ -293,6 +298,8 @@ def test_sequences_and_block_masks_played(seed: int) -> None:
         part = backward_host.is_part(problem, origin, lists[6:10])
     options = backward_host.Options.of(problem, config.backward_of(problem), wide, part)
     options = replace(options, STAGES=r.choice((1, 2, 3)), PLACES=r.choice((1, 2)))
+    if options.DROPOUT:
+        options = replace(options, DRAWN=seed // 4 % 2 * r.choice((1, 2, 4)))
     numbers = list(backward_host.numbers_of(problem, origin, drawn.k_len, 128, 2, r.choice((1, 2, 3))))
     numbers[:2] = drawn.q_len, drawn.k_len
     lengths = (*drawn.contents(), batch, *(0 if packed else APART for _ in range(4)))

@@ -88,7 +88,7 @@ LAYERS = (
     ("problem_cached",),
     ("problem",),
     ("block_mask",),
-    ("mask",),
+    ("mask", "layout"),
 )
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 OUTSIDE = {

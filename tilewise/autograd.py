@@ -21,6 +21,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from .block_mask import BlockMask
 from .dispatch import choose
+from .layout import empty
 from .mask import Band
 from .problem import Aux, MaskLike, Problem, accumulator, split_mask
 
@@ -237,7 +238,7 @@ def _rebuild(
 @forward_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     lse_shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else q.shape[:3]
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape, dtype=accumulator(q.dtype))
+    return empty((*q.shape[:-1], v.shape[-1]), q), q.new_empty(lse_shape, dtype=accumulator(q.dtype))
 
 
 @backward_op.register_fake
@@ -245,8 +246,9 @@ def _(
     do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
     bias: Tensor | None, slopes: Tensor | None, sink: Tensor | None, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
-    like = [q, k, v, bias if rest[-2] else None, slopes, sink]
-    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in like if x is not None]
+    options = [bias if rest[-2] else None, slopes, sink]
+    contiguous = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in options if x is not None]
+    return [*(empty(x.shape, x) for x in (q, k, v)), *contiguous]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

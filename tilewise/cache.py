@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import choose
+from .layout import laid
 from .mask import causal
 from .problem import Aux, Layout, MaskLike, Problem
 from .problem_cached import (
@@ -280,7 +281,7 @@ def _cascade(
     o, lse = states[0].merge(states[1]).finalize(sink)
     rows = problem.q_len
     o, lse = o[:, :, :rows].to(q.dtype), lse[:, :, :rows]
-    return (o[0].transpose(0, 1), lse[0]) if packed else (o, lse)
+    return (laid(o[0].transpose(0, 1), q), lse[0]) if packed else (laid(o, q), lse)
 
 
 @lru_cache(maxsize=512)

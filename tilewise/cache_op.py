@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .cache import KVCache, attend_cached
+from .layout import empty
 from .mask import Band
 from .problem import split_mask
 from .problem_cached import Rotary
@@ -56,7 +57,7 @@ def _(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     lse = (q.shape[1], q.shape[0]) if q.dim() == 3 else q.shape[:3]
     acc = torch.float64 if q.dtype is torch.float64 else torch.float32
-    return q.new_empty((*q.shape[:-1], v_dim)), q.new_empty(lse, dtype=acc)
+    return empty((*q.shape[:-1], v_dim), q), q.new_empty(lse, dtype=acc)
 
 
 def append_traced(

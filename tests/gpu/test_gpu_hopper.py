@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hopper_cases import CALLS, OPTIONS, PREFIX, SPANS
+from test_layout import WAYS, check_results_lie_as_their_tensors
 from torch import Tensor
 from where import DEVICE, REHEARSAL, WHY_NOT_HOPPER, backend_of
 
@@ -607,3 +608,11 @@ def test_inductor_compiles_a_layer_around_it(packed: bool, cuda: None) -> None:
     assert_same(got[1:], expected[1:])  # packed, dQ has no fixed order
     torch.testing.assert_close(got[0], expected[0], atol=1e-2 if packed else 0.0, rtol=1e-2 if packed else 0.0)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("d", "v_dim"), [(64, 64), (128, 128), (96, 40), (256, 256)])
+def test_results_lie_as_their_tensors(d: int, v_dim: int) -> None:
+    dtype = torch.float32 if REHEARSAL else BF16
+    for lengths in (False, True)[: 1 + (d <= 128)]:
+        check_results_lie_as_their_tensors(backend_of(PREFIX), dtype, d, v_dim, DEVICE, lengths=lengths)
+    check_results_lie_as_their_tensors(None, dtype, d, v_dim, DEVICE, compiled=True, ways=WAYS[::7])

@@ -16,8 +16,9 @@ from cases import LAYOUTS, Case, laid_out
 from close import Results, evaluate
 from covering import tile_steps
 from test_contract import assert_same, part, same
+from test_layout import WAYS, check_results_lie_as_their_tensors
 from triton_cases import PROMISED
-from where import REHEARSAL, moved
+from where import DEVICE, REHEARSAL, moved
 
 import tilewise
 from tilewise import Band, causal
@@ -241,3 +242,9 @@ def test_a_thousand_repeats_beside_the_same_kernel_on_another_stream(name: str, 
     torch.cuda.synchronize()
     assert wrong.item() == 0
     assert not any(x.isnan().any() for x in first.values())
+
+
+def test_results_lie_as_their_tensors(backend: str) -> None:
+    dtype = F32 if REHEARSAL else BF16
+    check_results_lie_as_their_tensors(backend, dtype, 64, 64, DEVICE, ways=WAYS[::5])
+    check_results_lie_as_their_tensors(None, dtype, 64, 64, DEVICE, compiled=True, ways=WAYS[-1:])

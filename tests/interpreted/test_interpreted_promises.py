@@ -6,12 +6,14 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases import LAYOUTS, Case, laid_out
 from close import assert_close, evaluate
 from test_attention import kept
 from test_contract import assert_same, part, same
+from test_layout import WAYS, check_results_lie_as_their_tensors
 from torch import Tensor
 
 import tilewise
@@ -151,3 +153,25 @@ def test_forward_saves_its_inputs_o_and_lse_only(backend: str) -> None:
 def test_what_it_cannot_do_it_says(options: dict[str, Any], reason: str, backend: str) -> None:
     with pytest.raises(ValueError, match=reason):
         Case(**options).run(backend)
+
+
+@pytest.mark.parametrize(("d", "v_dim"), [(16, 16), (20, 9)])
+def test_results_lie_as_their_tensors(d: int, v_dim: int, backend: str) -> None:
+    """Of a v_dim of 9 rows are not whole vectors: q, k, v and dO are copied, in the order that they have."""
+    check_results_lie_as_their_tensors(backend, F32, d, v_dim, ways=WAYS[::5], lengths=d == 20)
+
+
+def test_strides_past_2_to_the_31(backend: str) -> None:
+    """Of sequences and of heads; eight times a stride in units of 8 is past 32 bits."""
+    memory = torch.from_numpy(np.empty(2**31 + 2**20, np.float16))  # which nobody fills: most of it is never touched
+    for strides in ((2**31, 20 * 16, 16, 1), (20 * 16, 2**31, 16, 1)):
+        q, k, v = (memory.as_strided((2, 2, 20, 16), strides, n * 2**12) for n in range(3))
+        dense = [torch.randn(2, 2, 20, 16).half() for _ in range(3)]
+        for x, y in zip((q, k, v), dense, strict=True):
+            x.copy_(y)
+        leaves, expected = ([x.requires_grad_() for x in xs] for xs in ((q, k, v), dense))
+        o, o_dense = (tilewise.attention(*xs, mask=causal, backend=backend) for xs in (leaves, expected))
+        assert torch.equal(o, o_dense)
+        do = torch.randn_like(o)
+        grads = (torch.autograd.grad(o, leaves, do), torch.autograd.grad(o_dense, expected, do))
+        assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True))

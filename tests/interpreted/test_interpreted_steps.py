@@ -313,7 +313,7 @@ def walk_kernel(
     zero = tl.program_id(0)
     way = walk.way(lo, hi, free_lo, free_hi, lists, zero, zero, zero == 0, zero, 0, SIDE, O)
     for n in tl.range(way[0], walk.end(way)):
-        position, edge, tile = walk.visit(way, n, 0, SIDE, O)
+        position, edge, tile = walk.visit(way, n, walk.entry(way, n, SIDE, O), 0, SIDE, O)
         tl.store(out + 3 * (n - way[0]), position)
         tl.store(out + 3 * (n - way[0]) + 1, edge)
         tl.store(out + 3 * (n - way[0]) + 2, tile)

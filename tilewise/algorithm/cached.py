@@ -18,6 +18,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from ..layout import empty
 from ..problem import Aux, Layout, Problem, accumulator
 from ..problem_cached import BAD_PAGE, FP8, FP8_MAX, PAST_END
 from . import tiling
@@ -67,7 +68,7 @@ def attend(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple
     """o (`problem.o_shape`) and lse of queries that are the last tokens of aux.k_lens keys in the storage k, v."""
     cache = problem.cache
     assert cache is not None
-    o = torch.zeros(problem.o_shape, dtype=problem.lse_dtype if cache.partial else q.dtype, device=q.device)
+    o = empty(problem.o_shape, q, problem.lse_dtype if cache.partial else q.dtype).zero_()
     lse = torch.full(problem.lse_shape, -torch.inf, dtype=problem.lse_dtype, device=q.device)
     if cache.rotary is not None:
         q = _rotated_queries(problem, q, aux)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..layout import empty
 from ..problem import Aux, Grads, Layout, Problem, accumulator
 from . import tiling
 from .backward import flash_attention_2_backward, sink_gradient
@@ -29,7 +30,7 @@ def why_not(problem: Problem) -> str | None:
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, Tensor]:
     """o (`problem.o_shape`, q's dtype) and lse (`problem.lse_shape`, fp32; fp64 for fp64)."""
-    o = torch.empty(problem.o_shape, dtype=q.dtype, device=q.device)
+    o = empty(problem.o_shape, q)
     lse = torch.empty(problem.lse_shape, dtype=problem.lse_dtype, device=q.device)
     if problem.q_lens or problem.q_layout is Layout.PACKED:  # rows that belong to no sequence
         o.zero_()
@@ -59,7 +60,7 @@ def backward(
 ) -> Grads:
     """The gradients of everything that was given, by recomputation; bit-reproducible, since all sums run in order."""
     acc = accumulator(q.dtype)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=acc, device=x.device) for x in (q, k, v))
+    dq, dk, dv = (empty(x.shape, x, acc).zero_() for x in (q, k, v))
     dbias = None
     if aux.bias is not None and problem.bias is not None and problem.bias.grad:
         dbias = torch.zeros(aux.bias.shape, dtype=acc, device=q.device)

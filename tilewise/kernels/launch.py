@@ -39,6 +39,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 _HIP = torch.version.hip is not None
 _FUSED = {"enable_fp_fusion": True}  # S * scale - m in one instruction; newer Tritons have it off unless asked
+_EARLY = {"launch_pdl": True}  # begun before the kernel in front of it ends, for whose results it waits itself
 _MISALIGNED, _WITHIN_2_GIB = "misaligned", "within 2 GiB"  # what Triton notes of a pointer, beside its dtype
 _WIDE = "64 bits"  # and of an int
 
@@ -53,6 +54,7 @@ class Launch:
     constexprs: dict[str, object]
     warps: int
     stages: int
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,24 +141,24 @@ class Ready:
     """A `launch` with all but its tensors, to be called with them, again and again: it is checked and keyed once.
 
     None may be left out at the tensors' end: a dozen of them takes a microsecond.
-    numbers: the ints and floats that follow the tensors in the kernel's arguments.
+    numbers: the ints and floats that follow the tensors in the kernel's arguments. early: `_EARLY`.
     """
 
     __slots__ = (
-        "_binaries", "_calls", "_sizes", "boxes", "constexprs", "grid", "kernel", "numbers", "stages", "warps",
+        "_binaries", "_calls", "_sizes", "boxes", "constexprs", "early", "grid", "kernel", "numbers", "stages", "warps",
     )  # fmt: skip
 
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], numbers: tuple[int | float, ...], constexprs: dict[str, object],
-        warps: int, stages: int, boxes: Boxes = NO_BOXES,
+        warps: int, stages: int, boxes: Boxes = NO_BOXES, early: bool = False,
     ) -> None:  # fmt: skip
         self.kernel, self.grid, self.numbers, self.boxes = kernel, grid, numbers, boxes
-        self.constexprs, self.warps, self.stages = constexprs, warps, stages
+        self.constexprs, self.warps, self.stages, self.early = constexprs, warps, stages, early
         x, y, z = self._sizes = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         if x * y * z >= 2**31:  # the launcher multiplies in 32 bits, and launches nothing where that wraps below 1
             raise ValueError(f"{kernel.__name__}: a grid of {grid} has 2^31 programs or more")
         blocks = ((place, box.block, box.layout) for place, box in boxes.items())
-        key = (id(kernel), warps, stages, *_kinds(numbers), *constexprs, *constexprs.values(), *blocks)
+        key = (id(kernel), warps, stages, early, *_kinds(numbers), *constexprs, *constexprs.values(), *blocks)
         self._binaries = _binaries.setdefault(key, {})
         # Those of its binaries, and what puts descriptors in the addresses' places.
         self._calls: dict[tuple[object, ...], tuple[Call, Callable[..., list[Any]] | None]] = {}
@@ -164,7 +166,9 @@ class Ready:
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         if _recorders:
             args = (*self._boxed(tensors), *self._left_out(tensors), *self.numbers)
-            _recorders[-1].append(Launch(self.kernel, self.grid, args, self.constexprs, self.warps, self.stages))
+            _recorders[-1].append(
+                Launch(self.kernel, self.grid, args, self.constexprs, self.warps, self.stages, self.early)
+            )
             return
         kernel = self.kernel
         if not isinstance(kernel, JITFunction):
@@ -222,6 +226,7 @@ class Ready:
             **self.constexprs,
             num_warps=self.warps,
             num_stages=self.stages,
+            **(_EARLY if self.early else {}),
             **_FUSED,
         )
 
@@ -450,6 +455,7 @@ def compile_for(launch: Launch, target: GPUTarget) -> CompiledKernel:
     _check(kernel, launch.args, launch.constexprs)
     args = [MockTensor(arg.dtype) if isinstance(arg, torch.Tensor) else arg for arg in launch.args]
     keywords = {**launch.constexprs, "num_warps": launch.warps, "num_stages": launch.stages, **_FUSED}
+    keywords |= _EARLY if launch.early else {}
     backend = make_backend(target)
     bound, specialization, options = create_function_from_signature(kernel.signature, kernel.params, backend)(
         *args, **keywords

@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..layout import by_token, empty, laid, strides_of
 from ..problem import Problem
 from .launch import Box
 
@@ -28,7 +29,7 @@ def v_shape(problem: Problem) -> tuple[int, ...]:
 
 
 def dense_rows(*tensors: Tensor, expanded: bool = True) -> tuple[list[Tensor], list[Strides]]:
-    """Each tensor, or a copy whose rows are contiguous and begin at multiples of 8 elements: what vector loads and
+    """Each tensor, or a copy in the same order whose rows are contiguous and begin at multiples of 8 elements: what vector loads and
     descriptors read; and the strides of each. expanded: whether rows may lie in one place, as no descriptor has them."""
     rows, strides = [], []
     for x in tensors:
@@ -51,7 +52,7 @@ def _strides_of_rows(shape: tuple[int, ...], stride: Strides) -> Strides | None:
 
 def _copied(x: Tensor) -> tuple[Tensor, Strides]:
     width = -(-x.shape[-1] // 8) * 8
-    copy = x.new_empty((*x.shape[:-1], width))[..., : x.shape[-1]].copy_(x)
+    copy = empty((*x.shape[:-1], width), x)[..., : x.shape[-1]].copy_(x)
     stride = _strides_of_rows(copy.shape, copy.stride())
     assert stride is not None
     return copy, stride
@@ -88,9 +89,17 @@ def ragged(shape: Strides, strides: Strides, side: int, width: int) -> Box | Non
 # --- memory ------------------------------------------------------------------------------------------------------------
 
 
-def memory(shape: tuple[int, ...], dtype: torch.dtype) -> Memory:
-    """Contiguous."""
-    return shape, torch.empty(shape, device="meta").stride(), dtype
+def memory(shape: tuple[int, ...], dtype: torch.dtype, like: Strides | None = None) -> Memory:
+    """Contiguous, or as a result that is made of a tensor with strides `like` lies."""
+    return shape, strides_of(shape, like is not None and by_token(shape, like)), dtype
+
+
+def lies(o: Tensor) -> tuple[Tensor, bool]:
+    """(o, or a copy, without gaps; whether it lies by token): an o that came back from elsewhere, as kernels read it."""
+    if o.is_contiguous():
+        return o, False
+    o = laid(o, o)
+    return o, by_token(o.shape, o.stride())
 
 
 def empty_strided(x: Tensor) -> Callable[[tuple[int, ...], Strides, torch.dtype], Tensor]:

@@ -39,7 +39,7 @@ from .backward_steps import (
     share_of_dq,
     turned_product,
 )
-from .dropout import drawn, lots_of_keys
+from .dropout import drawn, lots_of_keys, put_words, words_in, words_ring
 from .pipeline import (
     Ring,
     aggregate,
@@ -89,10 +89,11 @@ class Rings:
     do: gl.tuple  # of each part (STAGES, 1, 1, ROWS, columns)
     statistics: gl.shared_memory_descriptor  # (STAGES, 2, 1, ROWS)
     blocks: Ring
+    words: Ring  # with a drawer, what it drew for block n: of each 64 queries both consumers' words
     BYTES: gl.constexpr  # of an item
 
     @gluon.constexpr_function
-    def __init__(self, tiles, k, v, q, dq, do, statistics, blocks, BYTES):
+    def __init__(self, tiles, k, v, q, dq, do, statistics, blocks, words, BYTES):
         self.tiles = tiles
         self.k = k
         self.v = v
@@ -101,6 +102,7 @@ class Rings:
         self.do = do
         self.statistics = statistics
         self.blocks = blocks
+        self.words = words
         self.BYTES = gl.constexpr(BYTES)
 
 
@@ -420,6 +422,46 @@ def add_share(dq_desc, n, share, rings, C: gl.constexpr, O: gl.constexpr):
     rings.dq.release(2 * n + C)
 
 
+# ---- the drawer ------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def drawer(draw, lengths, rings, call, O: gl.constexpr):
+    """One warpgroup: says of each block which pairs dropout keeps, for both consumers, while they multiply and exponentiate."""
+    t = 0
+    n = 0  # blocks drawn for
+    first = number(rings.tiles.wait(0), 0)
+    while first >= 0:
+        place = place_told(first, rings.tiles.buffers.index(t % rings.tiles.STAGES), call, O)
+        rings.tiles.release(t)
+        lots = (lots_of_keys(draw, place.s, place.first), lots_of_keys(draw, place.s, place.first + PIECE))
+        if O.BLOCKS:
+            share, block, _, h = block_told(n + t, rings)
+            while share >= 0:
+                draw_block(lots, n, h, block * O.ROWS, rings, O)
+                n += 1
+                share, block, _, h = block_told(n + t, rings)
+        else:
+            lo, hi = query_blocks(place.first, place.call, O.ROWS)
+            for member in range(call.group):
+                for block in range(lo, hi):
+                    draw_block(lots, n, place.kv * call.group + member, block * O.ROWS, rings, O)
+                    n += 1
+        t += 1
+        first = number(rings.tiles.wait(t), 0)
+    rings.tiles.release(t)
+
+
+@gluon.jit
+def draw_block(lots, n, h, i0, rings, O: gl.constexpr):
+    """Item n of rings.words, of the block of head h's queries at i0. What of a call depends on queries alone is both consumers'."""
+    words = rings.words.acquire(n)
+    for piece in gl.static_range(O.ROWS // PIECE):
+        for c in gl.static_range(2):
+            put_words(drawn(lots[c], h, i0 + PIECE * piece), words, 2 * piece + c)
+    rings.words.commit(n)
+
+
 # ---- the consumers ---------------------------------------------------------------------------------------------------
 
 
@@ -471,8 +513,11 @@ def step(
 
     words: gl.tuple = (None, None)
     late: gl.tuple = (None, delta2 if TWO else None)
-    if O.DROPOUT:
+    if O.DRAWN:
+        words = (words_in(rings.words.wait(n), C), None)
+    elif O.DROPOUT:
         words = (drawn(lots, h, i0), None)
+    if O.DROPOUT:
         late = (delta, late[1])
     masked = (i0 < free_lo) | (i0 + PIECE > free_hi)
     P, dS = score_gradient(
@@ -487,7 +532,9 @@ def step(
     dv = add_product(P, do, dv)
     if TWO:
         dk = add_product(dS, q, dk)
-        if O.DROPOUT:
+        if O.DRAWN:
+            words = (None, words_in(rings.words.wait(n), 2 + C))
+        elif O.DROPOUT:
             words = (None, drawn(lots, h, i0 + PIECE))
         masked = (i0 + PIECE < free_lo) | (i0 + 2 * PIECE > free_hi)
         P2, dS2 = score_gradient(
@@ -512,6 +559,8 @@ def step(
         operands += (P2, dS2)
     sums = warpgroup_mma_wait(0, dk + dv + operands)
     rings.q.release(n)
+    if O.DRAWN:
+        rings.words.release(n)
     return sums[:PARTS], sums[PARTS : 2 * PARTS]
 
 
@@ -544,7 +593,7 @@ def consumer(dk_desc, dv_desc, ds_buffers, bits, draw, rings, call, C: gl.conste
             held = (in_registers(rings.k.place(C)), in_registers(rings.v.place(C)))
             wait_for_stores()  # of the tile before
         lots: gl.tuple = ()
-        if O.DROPOUT:
+        if O.DROPOUT and not O.DRAWN:
             lots = lots_of_keys(draw, place.s, first)
         if O.BLOCKS:
             share, block, tile, h = block_told(n + t, rings)
@@ -627,15 +676,19 @@ def backward_kernel(
     BYTES: gl.constexpr = 2 * O.ROWS * (2 * O.WIDTH + 4)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     MESSAGES: gl.constexpr = 1 if O.BLOCKS else 2  # beside blocks' numbers there is no room for two
-    tile_ring = ring_of(gl.allocate_shared_memory(gl.int32, [MESSAGES, 8], plain), 4)
+    READERS: gl.constexpr = 5 if O.DRAWN else 4  # consumers and adders, and who draws
+    tile_ring = ring_of(gl.allocate_shared_memory(gl.int32, [MESSAGES, 8], plain), READERS)
     k_ring = ring_of_parts(k_buffers, 2)
     v_ring = ring_of_parts(v_buffers, 1)
     q_ring = ring_of_parts(q_buffers, 2)
     dq_ring = ring_of(dq_buffers, 1)
     block_ring = q_ring
     if O.BLOCKS:
-        block_ring = ring_of(gl.allocate_shared_memory(gl.int32, [3, 4], plain), 4)
-    rings = Rings(tile_ring, k_ring, v_ring, q_ring, dq_ring, do_buffers, of_rows, block_ring, BYTES)
+        block_ring = ring_of(gl.allocate_shared_memory(gl.int32, [3, 4], plain), READERS)
+    words = tile_ring
+    if O.DRAWN:
+        words = words_ring(O.DRAWN, 2 * (O.ROWS // PIECE))
+    rings = Rings(tile_ring, k_ring, v_ring, q_ring, dq_ring, do_buffers, of_rows, block_ring, words, BYTES)
     fence_async_shared()
     call = Call(q_len, k_len, diagonal, left, right, scale, softcap, heads, group, tiles, together, total)
     lengths = (cu_q, cu_k, q_lens, k_lens, batch, q_apart, do_apart, k_apart, v_apart)
@@ -643,10 +696,21 @@ def backward_kernel(
         full_count, full, mixed_count, mixed, mixed_bits, batch, blocks_b, blocks_h, blocks_n, blocks_m, base, j0, i0,
     )  # fmt: skip
     draw = (seed, least, inverse_keep, b0, h0, i0, j0)
-    gl.warp_specialize([
-        (consumer, (dk, dv, ds_buffers, bits, draw, rings, call, 0, O)),
-        (consumer, (dk, dv, ds_buffers, bits, draw, rings, call, 1, O)),
-        (producer, (q, k, v, do, statistics, counter, lengths, lists, rings, call, O)),
-        (adder, (dq, turns, lengths, rings, call, 0, O)),
-        (adder, (dq, turns, lengths, rings, call, 1, O)),
-    ], [4, 1, 1, 1], [O.CONSUMER_REGISTERS, O.PRODUCER_REGISTERS, O.PRODUCER_REGISTERS, O.PRODUCER_REGISTERS])  # fmt: skip
+    if O.DRAWN:
+        gl.warp_specialize([
+            (consumer, (dk, dv, ds_buffers, bits, draw, rings, call, 0, O)),
+            (consumer, (dk, dv, ds_buffers, bits, draw, rings, call, 1, O)),
+            (drawer, (draw, lengths, rings, call, O)),
+            (producer, (q, k, v, do, statistics, counter, lengths, lists, rings, call, O)),
+            (adder, (dq, turns, lengths, rings, call, 0, O)),
+            (adder, (dq, turns, lengths, rings, call, 1, O)),
+        ], [4, 4, 1, 1, 1], [O.CONSUMER_REGISTERS, O.DRAWER_REGISTERS, O.PRODUCER_REGISTERS, O.PRODUCER_REGISTERS,
+                             O.PRODUCER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (dk, dv, ds_buffers, bits, draw, rings, call, 0, O)),
+            (consumer, (dk, dv, ds_buffers, bits, draw, rings, call, 1, O)),
+            (producer, (q, k, v, do, statistics, counter, lengths, lists, rings, call, O)),
+            (adder, (dq, turns, lengths, rings, call, 0, O)),
+            (adder, (dq, turns, lengths, rings, call, 1, O)),
+        ], [4, 1, 1, 1], [O.CONSUMER_REGISTERS, O.PRODUCER_REGISTERS, O.PRODUCER_REGISTERS, O.PRODUCER_REGISTERS])  # fmt: skip

@@ -11,10 +11,11 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from ...block_mask import BlockMask
+from ...layout import empty, laid
 from ...problem import NOTHING, Aux, Grads, Layout, Origin, Problem
 from ..launch import Box, Ready
-from ..tensors import READY, Memory, Strides, dense_rows, empty_strided, memory, q_shape, ragged, v_shape
-from ..triton.host import LOG2E, dropout, side_by_side, strides
+from ..tensors import READY, Memory, Strides, dense_rows, empty_strided, lies, memory, q_shape, ragged, v_shape
+from ..triton.host import LOG2E, dropout, gradients_of, lying, side_by_side, strides
 from . import config
 from .backward import backward_kernel
 from .backward_rows import convert_kernel, prepare_kernel
@@ -33,23 +34,26 @@ def backward(
 ) -> Grads:
     (do, q, k, v), of_rows = dense_rows(do, q, k, v, expanded=False)
     of_dlse = None if dlse is None else dlse.stride()
-    empty = empty_strided(q)
+    o, o_by_token = lies(o)
+    room = empty_strided(q)
     if config.is_split(problem):
-        split = split_of(problem, aux.origin, of_dlse, *of_rows)
-        dq, dk, dv, statistics = [empty(*what) for what in split.memory]
+        split = split_of(problem, aux.origin, of_dlse, o_by_token, *of_rows)
+        dq, dk, dv, statistics = [room(*what) for what in split.memory]
         split.dq(dq, q, do, k, v, o, lse, dlse, statistics)
         split.dkdv(dk, dv, k, v, q, do, statistics)
     else:
         (do, q, k, v), of_rows = clippable(problem, (do, q, k, v), of_rows)
         device = q.get_device()
         lists = lists_of(aux, by_query=False)
-        start = launches_of(problem, aux.origin, programs(device), lists, of_dlse, *of_rows)
-        dq, dk, dv, statistics, accumulator, *turns = [empty(*what) for what in start.memory]
+        start = launches_of(problem, aux.origin, programs(device), lists, of_dlse, o_by_token, *of_rows)
+        dq, dk, dv, statistics, accumulator, *turns = [room(*what) for what in start.memory]
         turn = turns[0] if turns else None
         start.prepare(o, do, lse, dlse, statistics, accumulator, turn, aux.cu_q, aux.q_lens)
         tiles = counter(device)
         start.main(dk, dv, accumulator, q, k, v, do, statistics, turn, tiles, aux.seed, *contents(aux, by_query=False))
         start.convert(dq, accumulator, aux.cu_q, aux.q_lens)
+        if problem.k_lens:
+            dk, dv = laid(dk, k), laid(dv, v)
     return Grads(dq, dk, dv, dsink=None if aux.sink is None else sink_gradient(problem, aux.sink, statistics))
 
 
@@ -79,14 +83,9 @@ def clippable(
     if problem.q_layout is Layout.DENSE and (problem.q_lens or problem.k_lens):
         for n, lens in enumerate((problem.q_lens, problem.q_lens, problem.k_lens, problem.k_lens)):
             if lens and ragged(found[n].shape, of_rows[n], 1, 1) is None:
-                found[n : n + 1], of_rows[n : n + 1] = dense_rows(found[n].clone(memory_format=torch.contiguous_format))
+                copy = empty(found[n].shape, found[n]).copy_(found[n])
+                found[n : n + 1], of_rows[n : n + 1] = dense_rows(copy)
     return found, of_rows
-
-
-def gradients_of(problem: Problem) -> tuple[Memory, Memory, Memory]:
-    """dq, dk and dv."""
-    dq, dk, dv = (memory(shape, problem.dtype) for shape in (q_shape(problem), problem.k_shape, v_shape(problem)))
-    return dq, dk, dv
 
 
 def statistics_of(problem: Problem) -> Memory:
@@ -152,6 +151,8 @@ class Options:
     DROPOUT: bool
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
+    DRAWN: int = 0  # for so many blocks at once a drawer draws dropout's words; 0: consumers do
+    DRAWER_REGISTERS: int = 0
 
     @property
     def VARIED(self) -> bool:
@@ -181,6 +182,7 @@ class Options:
             TOP_LEFT=varied and band.align == "top_left", BLOCKS=blocks,
             CUT=blocks and (varied or not band.is_full or part), DROPOUT=problem.dropout_p > 0,
             CONSUMER_REGISTERS=consumer_registers, PRODUCER_REGISTERS=producer_registers,
+            DRAWN=cfg.drawn, DRAWER_REGISTERS=cfg.drawer_registers,
         )  # fmt: skip
 
 
@@ -195,18 +197,26 @@ class Launches(NamedTuple):
 
 @lru_cache(maxsize=READY)
 def launches_of(
-    problem: Problem, origin: Origin, at_once: int, lists: Strides, of_dlse: Strides | None, *of_rows: Strides
+    problem: Problem,
+    origin: Origin,
+    at_once: int,
+    lists: Strides,
+    of_dlse: Strides | None,
+    o_by_token: bool,
+    *of_rows: Strides,
 ) -> Launches:
     """at_once: how many programs the device holds. lists: `host.lists_of`. of_rows: the strides of do, q, k, v."""
     wide = config.backward_width(max(problem.qk_dim, problem.v_dim))
     cfg = config.backward_of(problem)
     options = Options.of(problem, cfg, wide, is_part(problem, origin, lists))
-    dq, dk, dv = gradients_of(problem)
+    of_do, of_q, of_k, of_v = of_rows
+    # A descriptor that clips at lengths has its sequences as far apart as heads are long: those results are by heads, first.
+    of_results = (of_q, None, None) if problem.k_lens else (of_q, of_k, of_v)
+    dq, dk, dv = gradients_of(problem, *of_results)
     statistics = statistics_of(problem)
     _, heads, padded = statistics[0]
     accumulator = memory((heads * padded * wide // ROW, ROW), torch.float32)
     turns = [memory((heads * padded // cfg.rows * 2,), torch.int32)] if options.ORDERED else []
-    of_do, of_q, of_k, of_v = of_rows
     chunk, columns = config.chunk(wide, wide), config.dq_columns(wide)
     by_key, by_query = (PIECE, chunk), (cfg.rows, chunk)
     boxes = (
@@ -234,7 +244,7 @@ def launches_of(
         Ready(
             prepare_kernel, (heads * padded // PREPARED,),
             (problem.heads, problem.q_len, padded, heads, unit_of(problem), kept, *strides(of_do), *along, problem.batch),
-            {"DV": problem.v_dim, "WIDTH": wide, "ROWS": PREPARED, **which}, 4, 1,
+            {"DV": problem.v_dim, "WIDTH": wide, "ROWS": PREPARED, "BY_TOKEN": o_by_token, **which}, 4, 1,
         ),
         Ready(
             backward_kernel, (min(numbers[TOTAL], at_once),), numbers, {"O": options}, 4, 1, dict(enumerate(boxes)),
@@ -242,7 +252,7 @@ def launches_of(
         Ready(
             convert_kernel, (heads * padded // PIECE * (wide // columns),),
             (problem.q_len, padded, problem.scale / kept, problem.heads, problem.batch),
-            {"D": problem.qk_dim, "WIDTH": wide, "COLUMNS": columns, **which}, 4, 1,
+            {"D": problem.qk_dim, "WIDTH": wide, "COLUMNS": columns, "BY_TOKEN": lying(q=dq) != "", **which}, 4, 1,
         ),
         (dq, dk, dv, statistics, accumulator, *turns),
     )  # fmt: skip
@@ -269,16 +279,17 @@ class SplitOptions:
     LEFT: bool  # the Band is bounded on this side
     MASKED: bool  # it is on any
     SOFTCAP: bool
+    O_BY_TOKEN: bool
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
 
     @classmethod
-    def of(cls, problem: Problem, kernel: Kernel) -> SplitOptions:
+    def of(cls, problem: Problem, kernel: Kernel, o_by_token: bool = False) -> SplitOptions:
         consumer_registers, producer_registers = kernel.registers
         return cls(
             WIDTH=config.width(problem.qk_dim), V_WIDTH=config.width(problem.v_dim), ROWS=kernel.rows,
             KEYS=kernel.keys, STAGES=kernel.stages, V_STAGES=kernel.v_stages, LEFT=problem.band.left is not None,
-            MASKED=not problem.band.is_full, SOFTCAP=problem.softcap > 0,
+            MASKED=not problem.band.is_full, SOFTCAP=problem.softcap > 0, O_BY_TOKEN=o_by_token,
             CONSUMER_REGISTERS=consumer_registers, PRODUCER_REGISTERS=producer_registers,
         )  # fmt: skip
 
@@ -292,10 +303,10 @@ class Split(NamedTuple):
 
 
 @lru_cache(maxsize=READY)
-def split_of(problem: Problem, origin: Origin, of_dlse: Strides | None, *of_rows: Strides) -> Split:
+def split_of(problem: Problem, origin: Origin, of_dlse: Strides | None, o_by_token: bool, *of_rows: Strides) -> Split:
     """of_rows: the strides of do, q, k, v."""
     do, q, k, v = zip((problem.o_shape, q_shape(problem), problem.k_shape, v_shape(problem)), of_rows, strict=True)
-    dq, dk, dv = gradients_of(problem)
+    dq, dk, dv = gradients_of(problem, *of_rows[1:])
     statistics = statistics_of(problem)
     row = config.split_of(problem.qk_dim, problem.v_dim)
     by_query, by_key = row.dq, row.dkdv
@@ -307,7 +318,7 @@ def split_of(problem: Problem, origin: Origin, of_dlse: Strides | None, *of_rows
     boxes = [box(problem, *x) for x in ((dq, PIECE), (q, PIECE), (do, PIECE), (k, side), (v, side))]
     start_dq = Ready(
         dq_kernel, (numbers[-1],), (*numbers, statistics[0][2], problem.v_dim // 8, *(of_dlse or (0, 0, 0))),
-        {"O": SplitOptions.of(problem, by_query)}, 4, 1, dict(enumerate(boxes)),
+        {"O": SplitOptions.of(problem, by_query, o_by_token)}, 4, 1, dict(enumerate(boxes)),
     )  # fmt: skip
 
     keys, side = by_key.keys, by_key.rows

@@ -36,11 +36,12 @@ def place_of_rows(first, bh, heads, batch, q_len, cu_q, q_lens, PACKED: tl.const
 def prepare_kernel(
     o, do, lse, dlse, statistics, dq, turns, cu_q, q_lens, heads, q_len, padded, total, scale, keep, do_b, do_h, do_r,
     dlse_b, dlse_h, dlse_r, batch,
-    DV: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, Q_LENS: tl.constexpr,
+    DV: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BY_TOKEN: tl.constexpr, PACKED: tl.constexpr,
+    Q_LENS: tl.constexpr,
 ):  # fmt: skip
     """-L and -delta of ROWS queries, and zeros for their dQ and for its `turns`, where these are given.
 
-    o (B, Hq, Sq, DV) and lse (B, Hq, Sq), or packed (T, Hq, DV) and (Hq, T): contiguous. do's strides: in units of 8
+    o (B, Hq, Sq, DV), BY_TOKEN (B, Sq, Hq, DV), and lse (B, Hq, Sq), or packed (T, Hq, DV) and (Hq, T): contiguous. do's strides: in units of 8
     elements. statistics: (2, total = B Hq, padded), L in the unit of the main kernel's scores, which `scale` makes of lse. P
     of an empty row, and behind the last one in use, is to be 0: its L is +inf. keep: what dropout keeps, times which delta is.
     """
@@ -57,6 +58,8 @@ def prepare_kernel(
     if PACKED:
         wide += start
         of_o = wide * heads + h
+    elif BY_TOKEN:
+        of_o = (b * q_len + wide) * heads + h
     else:
         of_o = bh * q_len + wide
     O = tl.load(o + of_o[:, None] * DV + columns, mask=inside, other=0.0)
@@ -80,10 +83,11 @@ def prepare_kernel(
 @triton.jit(do_not_specialize=["q_len", "padded", "scale", "heads", "batch"])
 def convert_kernel(
     dq, accumulator, cu_q, q_lens, q_len, padded, scale, heads, batch,
-    D: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, Q_LENS: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BY_TOKEN: tl.constexpr, PACKED: tl.constexpr,
+    Q_LENS: tl.constexpr,
 ):  # fmt: skip
-    """64 rows and COLUMNS of the accumulator (`put_share`), times the scale, to dq (B, Hq, Sq, D) or packed (T, Hq, D),
-    contiguous; 0 where rows are not in use."""
+    """64 rows and COLUMNS of the accumulator (`put_share`), times the scale, to dq (B, Hq, Sq, D), BY_TOKEN (B, Sq, Hq, D),
+    or packed (T, Hq, D), contiguous; 0 where rows are not in use."""
     SIDE: tl.constexpr = 64
     SHARES: tl.constexpr = WIDTH // COLUMNS
     share = tl.program_id(0)
@@ -101,6 +105,8 @@ def convert_kernel(
         x = tl.where(rows < used, x, 0.0)
     if PACKED:
         at = (start + rows).to(tl.int64) * heads + bh
+    elif BY_TOKEN:
+        at = (bh // heads * q_len + rows) * heads + bh % heads
     else:
         at = bh * q_len + rows
     tl.store(dq + at * D + columns, x, mask=(rows < span) & (columns < D))

@@ -341,9 +341,9 @@ def row_statistics(
     PARTS: gl.constexpr = parts(O.V_WIDTH)
     s_layout: gl.constexpr = accumulator(O.KEYS)
     bh = (b * call.heads + h).to(gl.int64)
-    minus_delta = minus_delta_of(do[0], o, 0, v_eighth, bh, first, call, s_layout)
+    minus_delta = minus_delta_of(do[0], o, 0, v_eighth, b, h, first, call, s_layout, O)
     for n in gl.static_range(1, len(PARTS)):
-        minus_delta += minus_delta_of(do[n], o, PARTS[0], v_eighth, bh, first, call, s_layout)
+        minus_delta += minus_delta_of(do[n], o, PARTS[0], v_eighth, b, h, first, call, s_layout, O)
     i = first + gl.arange(0, PIECE, gl.SliceLayout(1, s_layout))
     inside = i < call.q_len
     if dlse is not None:
@@ -358,14 +358,20 @@ def row_statistics(
 
 
 @gluon.jit
-def minus_delta_of(do, o, COLUMN: gl.constexpr, v_eighth, bh, first, call, s_layout: gl.constexpr):
+def minus_delta_of(
+    do, o, COLUMN: gl.constexpr, v_eighth, b, h, first, call, s_layout: gl.constexpr, O: gl.constexpr
+):  # fmt: skip
     """What a part of dO, from COLUMN on, gives of -rowsum(dO * O)."""
     COLUMNS: gl.constexpr = do.shape[1]
     ACROSS: gl.constexpr = COLUMNS // 8  # lanes of a row: 16 rows are a warp's, as they are of scores
     layout: gl.constexpr = gl.BlockedLayout([ACROSS // 2, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
     i = first + gl.arange(0, PIECE, gl.SliceLayout(1, layout))
     column = COLUMN + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-    at = (bh * call.q_len + i)[:, None] * (v_eighth * 8) + column[None, :]
+    if O.O_BY_TOKEN:
+        row = (b.to(gl.int64) * call.q_len + i) * call.heads + h
+    else:
+        row = (b * call.heads + h).to(gl.int64) * call.q_len + i
+    at = row[:, None] * (v_eighth * 8) + column[None, :]
     o_tile = gl.load(o + at, mask=(i < call.q_len)[:, None] & (column < v_eighth * 8)[None, :], other=0.0)
     minus_delta = -gl.sum(o_tile.to(gl.float32) * do.load(layout).to(gl.float32), 1)
     return gl.convert_layout(minus_delta, gl.SliceLayout(1, s_layout))
@@ -439,7 +445,7 @@ def dq_kernel(
 ):  # fmt: skip
     """dq, q (blocks of 64 x WIDTH), do (64 x V_WIDTH), k (KEYS x WIDTH), v (KEYS x V_WIDTH): TMA descriptors of (B, H, S, D).
 
-    o (B, Hq, Sq, 8 v_eighth) and lse (B, Hq, Sq), contiguous; dlse: of lse's shape, or None. statistics (2, B Hq, padded):
+    o (B, Hq, Sq, 8 v_eighth), or (B, Sq, Hq, 8 v_eighth), and lse (B, Hq, Sq), contiguous; dlse: of lse's shape, or None. statistics (2, B Hq, padded):
     -L and -delta are stored there, padded being a multiple of ROWS.
     """
     q_buffers = buffers_of(2, O.WIDTH, q)

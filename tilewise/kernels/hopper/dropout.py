@@ -12,6 +12,7 @@ and FSEL, 42 instructions or 10.5 a thread's pair; without dropout the loop has 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .pipeline import ring_of
 from .steps import accumulator, numbers
 from .walk import PIECE
 
@@ -188,6 +189,26 @@ def product(x, by: gl.constexpr):
 @gluon.constexpr_function
 def _both(by):
     return f"{{ .reg .b64 w; mul.wide.u32 w, $2, {by}; mov.b64 {{$0, $1}}, w; }}"
+
+
+@gluon.jit
+def words_ring(BLOCKS: gl.constexpr, PIECES: gl.constexpr):
+    """A Ring of what `drawn` gives for so many pieces a block. Two partitions read it."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return ring_of(gl.allocate_shared_memory(gl.int32, [BLOCKS, PIECES * 128], plain), 2)
+
+
+@gluon.jit
+def put_words(words, buffer, piece: gl.constexpr):
+    """A piece's words into their place in a block's, a thread's beside its neighbour's."""
+    buffer.slice(piece * 128, 128).store(words.reshape([128]))
+
+
+@gluon.jit
+def words_in(buffer, piece: gl.constexpr):
+    """Each thread's word of a piece, as `drawn` gives it."""
+    layout: gl.constexpr = gl.DistributedLinearLayout([], [[1], [2], [4], [8], [16]], [[32], [64]], [], [128])
+    return buffer.slice(piece * 128, 128).load(layout).reshape([PIECE // 16, 8, 4])
 
 
 @gluon.jit

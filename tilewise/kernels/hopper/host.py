@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from ...block_mask import BlockMask, TileLists
+from ...layout import empty
 from ...problem import NOTHING, Aux, Layout, Origin, Problem
 from ..launch import Box, Ready
 from ..tensors import READY, Memory, Strides, dense_rows, empty_strided, memory, q_shape, ragged, v_shape, whole
@@ -94,17 +95,17 @@ class Launch(NamedTuple):
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, Tensor]:
     if q.numel() == 0 or k.numel() == 0:  # TMA knows no empty tensors
-        o = q.new_zeros(problem.o_shape)
+        o = empty(problem.o_shape, q).zero_()
         return o, q.new_full(problem.lse_shape, -torch.inf, dtype=torch.float32)
     (q, k, v), of_rows = dense_rows(q, k, v, expanded=False)
     if problem.k_lens and problem.q_layout is Layout.DENSE and ragged(v.shape, of_rows[2], 1, 1) is None:
-        (v,), of_rows[2:] = dense_rows(v.clone(memory_format=torch.contiguous_format))
+        (v,), of_rows[2:] = dense_rows(empty(v.shape, v).copy_(v))
     device = q.get_device()
     start, of_o, of_lse = launch_of(
         problem, aux.origin, programs(device), aux.cu_q is aux.cu_k, lists_of(aux), *of_rows
     )
-    empty = empty_strided(q)
-    o, lse = empty(*of_o), empty(*of_lse)
+    room = empty_strided(q)
+    o, lse = room(*of_o), room(*of_lse)
     start(o, q, k, v, lse, aux.sink, aux.seed, counter(device), *contents(aux))
     return o, lse
 
@@ -147,7 +148,7 @@ def launch_of(problem: Problem, origin: Origin, at_once: int, alike: bool, lists
     options = Options.of(problem, cfg, diagonal if known else None, origin)
     tiles = problem.q_len // cfg.rows + problem.batch + 1 if packed else -(-problem.q_len // cfg.rows)
     total = tiles * problem.heads * (1 if packed else problem.batch)
-    o, lse = memory(problem.o_shape, problem.dtype), memory(problem.lse_shape, torch.float32)
+    o, lse = memory(problem.o_shape, problem.dtype, like=of_rows[0]), memory(problem.lse_shape, torch.float32)
     shapes = problem.o_shape, q_shape(problem), problem.k_shape, v_shape(problem)
     widths = options.WIDTH, options.V_WIDTH
     chunk, v_chunk = (config.chunk(*pair) for pair in (widths, widths[::-1]))

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ...problem import Aux, Grads, Problem
-from . import config
+from ...problem_cached import FP8
+from . import config, decode_config
 
 OLDEST = (3, 6)
 
@@ -24,8 +25,6 @@ def why_not(problem: Problem) -> str | None:
 
 @lru_cache(maxsize=512)
 def _why_not(problem: Problem, interpreted: bool) -> str | None:
-    if problem.cache is not None:
-        return "it does not read a key/value cache yet"
     if problem.device == "cpu" and not interpreted:
         return "it needs a GPU (q is on the CPU)"
     if problem.device in ("mps", "xpu", "meta"):
@@ -37,11 +36,13 @@ def _why_not(problem: Problem, interpreted: bool) -> str | None:
         return f"it needs Triton {OLDEST[0]}.{OLDEST[1]} or later; {version[0]}.{version[1]} is installed"
     if problem.dtype is torch.float64:
         return "it takes fp16, bf16 and fp32, not fp64"
-    if problem.dtype is torch.bfloat16 and problem.device == "cpu":
+    as_fp16 = problem.cache is not None and problem.cache.dtype is FP8
+    if problem.dtype is torch.bfloat16 and problem.device == "cpu" and not as_fp16:
         return "Triton's interpreter does not multiply bf16"
-    if max(problem.qk_dim, problem.v_dim) > 512:
-        return f"it takes head sizes up to 512, not {max(problem.qk_dim, problem.v_dim)}"
-    return config.why_not(problem)
+    most = 512 if problem.cache is None else 1024
+    if max(problem.qk_dim, problem.v_dim) > most:
+        return f"it takes head sizes up to {most}, not {max(problem.qk_dim, problem.v_dim)}"
+    return config.why_not(problem) if problem.cache is None else decode_config.why_not(problem)
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, Tensor]:
@@ -56,12 +57,29 @@ def backward(
     return _host().backward(problem, do, dlse, q, k, v, o, lse, aux)
 
 
+def append(problem: Problem, k_new: Tensor, v_new: Tensor | None, k: Tensor, v: Tensor, aux: Aux) -> None:
+    """Store new keys and values behind the aux.k_lens that each sequence has; the lengths stay as they are."""
+    _decode_host().append(problem, k_new, v_new, k, v, aux)
+
+
+def attend(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, Tensor]:
+    """o (`problem.o_shape`) and lse of queries that are the last tokens of aux.k_lens keys in the storage k, v."""
+    return _decode_host().attend(problem, q, k, v, aux)
+
+
 @cache
 def _host() -> ModuleType:
     """Imported when it is needed, for Triton is not imported before."""
     from . import host
 
     return host
+
+
+@cache
+def _decode_host() -> ModuleType:
+    from . import decode_host
+
+    return decode_host
 
 
 def interpreted() -> bool:

@@ -98,7 +98,7 @@ def dq_kernel(
         rows = first + tl.arange(0, ROWS)
         q_tile = steps.load_tile(Q, q_r, first, q_used, ROWS, WIDTH, O.D, O.STAY, not O.EVEN)
         do_tile = steps.load_tile(DO, do_r, first, q_used, ROWS, V_WIDTH, O.DV, O.STAY, not O.EVEN)
-        at, o_r = steps.result(s, head, heads, q_len, q_start, O.DV, O.PACKED)
+        at, o_r = steps.result(s, head, heads, q_len, q_start, O.DV, O.PACKED, O.O_BY_TOKEN)
         o_tile = steps.load_tile(o + at, o_r, first, q_used, ROWS, V_WIDTH, O.DV, 0, not O.EVEN)
         D = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
         if dlse is not None:
@@ -120,10 +120,12 @@ def dq_kernel(
         way = walk.way(
             lo, hi, free_lo, free_hi, lists, s + b0, head + h0, s < batch, first + i0, j0, KEYS, O,
         )  # fmt: skip
+        entry = walk.entry(way, way[0], KEYS, O)
         for n in tl.range(way[0], walk.end(way)):
-            visit = walk.visit(way, n, j0, KEYS, O)
+            visit = walk.visit(way, n, entry, j0, KEYS, O)
+            entry = walk.entry(way, n + 1, KEYS, O)
             acc, by_row = attend_queries(acc, by_row, q_parts, do_parts, L, D, K, V, *visit, *common, O=O)
-        at_q, row_q = steps.result(s, head, heads, q_len, q_start, O.D, O.PACKED)
+        at_q, row_q = steps.result(s, head, heads, q_len, q_start, O.D, O.PACKED, O.Q_BY_TOKEN)
         acc = tl.where(i < q_used, acc * (scale * steps.LN2), 0.0)
         steps.store_tile(dq + at_q, row_q, first, q_span, acc, ROWS, WIDTH, O.D)
         if O.ALIBI:
@@ -208,14 +210,16 @@ def dkdv_kernel(
             way = walk.way(
                 range_lo, range_hi, free_lo, free_hi, lists, s + b0, head + h0, s < batch, first + j0, i0, ROWS, O,
             )  # fmt: skip
+            entry = walk.entry(way, way[0], ROWS, O)
             for n in tl.range(way[0], walk.end(way)):
-                visit = walk.visit(way, n, i0, ROWS, O)
+                visit = walk.visit(way, n, entry, i0, ROWS, O)
+                entry = walk.entry(way, n + 1, ROWS, O)
                 acc_k, acc_v = attend_keys(acc_k, acc_v, k_tile, v_tile, Q, DO, *visit, *common, O=O)
         used = j < k_used
         acc_k = tl.where(used, acc_k * (scale * steps.LN2), 0.0)
-        at, row = steps.result(s, kv, kv_heads, k_len, k_start, O.D, O.PACKED)
+        at, row = steps.result(s, kv, kv_heads, k_len, k_start, O.D, O.PACKED, O.K_BY_TOKEN)
         steps.store_tile(dk + at, row, first, k_span, acc_k, KEYS, WIDTH, O.D)
-        at, row = steps.result(s, kv, kv_heads, k_len, k_start, O.DV, O.PACKED)
+        at, row = steps.result(s, kv, kv_heads, k_len, k_start, O.DV, O.PACKED, O.V_BY_TOKEN)
         steps.store_tile(dv + at, row, first, k_span, tl.where(used, acc_v, 0.0), KEYS, V_WIDTH, O.DV)
 
 

@@ -155,14 +155,13 @@ TABLES: dict[str, Table] = {
         ),
         ("dq", (16, 32, 64), (2,)): Row(
             Config(64, 64, 4, 2, True), Config(64, 64, 8, 2, True), _ALONE,
-            full=Config(64, 64, 4, 3, True), long=Config(64, 64, 4, 3, True), window=Config(64, 64, 4, 3, True),
+            full=Config(64, 64, 4, 3, True), long=Config(64, 64, 4, 3, True), window=Config(64, 64, 4, 2, True),
             bias=Config(64, 64, 4, 3),
         ),
         ("dq", (16, 32, 64), (4,)): Row(Config(128, 64, 8, 2, True), Config(32, 32, 4, 1), _ALONE),
         ("dq", (128,), (2,)): Row(
             Config(64, 64, 4, 2, True), Config(32, 32, 4, 2, True), _ALONE,
-            full=Config(128, 32, 4, 3, True), long=Config(128, 64, 8, 3, True), window=Config(64, 64, 4, 2, True),
-            blocks=Config(128, 64, 8, 3, True),
+            full=Config(128, 32, 8, 3, True), long=Config(128, 64, 8, 3, True), window=Config(64, 64, 4, 2, True),
         ),
         # 128 x 32 in 8 warps is 2 % faster, and fills the shared memory to the last KiB.
         ("dq", (256,), (2,)): Row(Config(64, 32, 4, 3, True), Config(32, 32, 8, 1), _MEASURED),

@@ -73,8 +73,11 @@ def forward_kernel(
         way = walk.way(
             lo, hi, free_lo, free_hi, lists, s + b0, head + h0, s < batch, first + i0, j0, KEYS, O,
         )  # fmt: skip
+        entry = walk.entry(way, way[0], KEYS, O)
         for n in tl.range(way[0], walk.end(way)):
-            acc, m, l = attend(acc, m, l, tile, K, V, *walk.visit(way, n, j0, KEYS, O), *common, O=O)
+            visit = walk.visit(way, n, entry, j0, KEYS, O)
+            entry = walk.entry(way, n + 1, KEYS, O)
+            acc, m, l = attend(acc, m, l, tile, K, V, *visit, *common, O=O)
 
         logit = 0.0
         if O.SINK:
@@ -82,7 +85,7 @@ def forward_kernel(
         acc, L = steps.finalize(m - O.HEADROOM, l, acc, logit, O.SINK)
         if O.DROPOUT:
             acc = acc * inverse_keep
-        at, row = steps.result(s, head, heads, q_len, q_start, O.DV, O.PACKED)
+        at, row = steps.result(s, head, heads, q_len, q_start, O.DV, O.PACKED, O.O_BY_TOKEN)
         used = i < q_used
         steps.store_tile(o + at, row, first, q_span, tl.where(used, acc, 0.0), ROWS, V_WIDTH, O.DV)
         rows = first + tl.arange(0, ROWS)

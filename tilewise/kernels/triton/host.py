@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...block_mask import BlockMask, TileLists
+from ...layout import by_token, empty
 from ...problem import NOTHING, Aux, Grads, Layout, Origin, Problem
 from ..launch import Boxes, Ready
 from ..tensors import (
@@ -18,6 +19,7 @@ from ..tensors import (
     Strides,
     dense_rows,
     empty_strided,
+    lies,
     memory,
     q_shape,
     ragged,
@@ -42,8 +44,8 @@ Apart = tuple[int, Pairs, Pairs, Strides]  # slopes, bias, boolean mask, a Block
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, Tensor]:
     (q, k, v), of_rows = dense_rows(q, k, v)
     start, of_o, of_lse = _forward(problem, precision(problem), aux.origin, _pair_strides(aux), *of_rows)
-    empty = empty_strided(q)
-    o, lse = empty(*of_o), empty(*of_lse)
+    room = empty_strided(q)
+    o, lse = room(*of_o), room(*of_lse)
     if q.numel() > 0:
         start(o, lse, aux.sink, *pointers(q, k, v, aux, by_query=True))
     return o, lse
@@ -58,27 +60,30 @@ def _forward(
     steps = strides(*of_rows)
     named = dict(zip(("q", "k", "v"), of_rows, strict=True))
     *tma, boxes = _loads(problem, cfg, precision, {"k": 4, "v": 5}, {"q": 3}, named)
+    of_o = memory(problem.o_shape, problem.dtype, like=of_rows[0])
     start = Ready(
         forward_kernel, (_tiles(problem, problem.q_len, cfg.rows) * problem.heads,),
         (*_common(problem, origin, together(problem)), *steps, *_numbers(apart)),
-        {"O": Options.of(problem, cfg, tma, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages, boxes,
+        {"O": Options.of(problem, cfg, tma, origin, precision, *apart[1:3], by_token=lying(o=of_o))},
+        cfg.warps, cfg.stages, boxes,
     )  # fmt: skip
-    return start, memory(problem.o_shape, problem.dtype), memory(problem.lse_shape, torch.float32)
+    return start, of_o, memory(problem.lse_shape, torch.float32)
 
 
 def backward(
     problem: Problem, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, aux: Aux
 ) -> Grads:
     if lse.numel() == 0 or k.numel() == 0:
-        return Grads(*[torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)], *_zeros(problem, aux))
+        return Grads(*[empty(x.shape, x).zero_() for x in (q, k, v)], *_zeros(problem, aux))
     (do, q, k, v), of_rows = dense_rows(do, q, k, v)
+    o, o_by_token = lies(o)
     dbias = _dbias(problem, aux)
     start = _backward(
         problem, precision(problem), aux.origin, _pair_strides(aux), _pair_strides(aux, by_query=False),
-        None if dbias is None else dbias.shape, None if dlse is None else dlse.stride(), *of_rows,
+        None if dbias is None else dbias.shape, None if dlse is None else dlse.stride(), o_by_token, *of_rows,
     )  # fmt: skip
-    empty = empty_strided(q)
-    dq, dk, dv, statistics = [empty(*memory) for memory in start.memory]
+    room = empty_strided(q)
+    dq, dk, dv, statistics = [room(*what) for what in start.memory]
     by_row = torch.empty_like(lse) if problem.alibi else None
     by_query = (statistics, do, *pointers(q, k, v, aux, by_query=True))
     start.dq(dq, by_row, dbias if start.broadcast_dbias is None else None, o, lse, dlse, *by_query)
@@ -121,7 +126,7 @@ class _Backward(NamedTuple):
 @lru_cache(maxsize=READY)
 def _backward(
     problem: Problem, precision: str, origin: Origin, by_query: Apart, by_key: Apart, dbias: Strides | None,
-    of_dlse: Strides | None, *of_rows: Strides,
+    of_dlse: Strides | None, o_by_token: bool, *of_rows: Strides,
 ) -> _Backward:  # fmt: skip
     """dbias: the shape of bias's gradient, if it is wanted."""
     of_dbias = None if dbias is None else Pairs.of(torch.empty(dbias, device="meta"))
@@ -129,17 +134,18 @@ def _backward(
     broadcast = None
     if dbias is not None and of_dbias is not None and not full:
         broadcast = _broadcast_dbias(problem, precision, origin, by_query, dbias, of_dbias[:4], *of_rows)
-    shapes = q_shape(problem), problem.k_shape, v_shape(problem)
+    dq, dk, dv = gradients_of(problem, *of_rows[1:])
+    at_queries = ("o" if o_by_token else "") + lying(q=dq)
     return _Backward(
-        (*[memory(shape, problem.dtype) for shape in shapes], memory((_statistics(problem),), torch.float32)),
-        _dq(problem, precision, origin, by_query, of_dbias if full else None, of_dlse, *of_rows),
-        _dkdv(problem, precision, origin, by_key, *of_rows),
+        (dq, dk, dv, memory((_statistics(problem),), torch.float32)),
+        _dq(problem, precision, origin, by_query, of_dbias if full else None, of_dlse, at_queries, *of_rows),
+        _dkdv(problem, precision, origin, by_key, lying(k=dk, v=dv), *of_rows),
         broadcast,
         _per_head(problem, precision) if problem.alibi or problem.sink else None,
     )
 
 
-def _dkdv(problem: Problem, precision: str, origin: Origin, apart: Apart, *of_rows: Strides) -> Ready:
+def _dkdv(problem: Problem, precision: str, origin: Origin, apart: Apart, by_token: str, *of_rows: Strides) -> Ready:
     cfg = config.choose(problem, "dkdv")
     steps = strides(*of_rows)
     heads = max(1, together(problem) // problem.group)
@@ -148,13 +154,14 @@ def _dkdv(problem: Problem, precision: str, origin: Origin, apart: Apart, *of_ro
     return Ready(
         dkdv_kernel, (_tiles(problem, problem.k_len, cfg.keys) * problem.kv_heads,),
         (*_common(problem, origin, heads), *steps, *_numbers(apart)),
-        {"O": Options.of(problem, cfg, tma, origin, precision, *apart[1:3])}, cfg.warps, cfg.stages, boxes,
+        {"O": Options.of(problem, cfg, tma, origin, precision, *apart[1:3], by_token=by_token)},
+        cfg.warps, cfg.stages, boxes,
     )  # fmt: skip
 
 
 def _dq(
     problem: Problem, precision: str, origin: Origin, apart: Apart, dbias: Pairs | None, of_dlse: Strides | None,
-    *of_rows: Strides,
+    by_token: str, *of_rows: Strides,
 ) -> Ready:  # fmt: skip
     cfg = config.choose(problem, "dq")
     steps = strides(*of_rows)
@@ -166,8 +173,8 @@ def _dq(
         (
             *_common(problem, origin, together(problem)), *steps, *_numbers(apart), *(dbias or NO_PAIRS).numbers[:4], *along,
         ),
-        {"O": Options.of(problem, cfg, tma, origin, precision, *apart[1:3], dbias)}, cfg.warps, cfg.stages,
-        boxes,
+        {"O": Options.of(problem, cfg, tma, origin, precision, *apart[1:3], dbias, by_token)},
+        cfg.warps, cfg.stages, boxes,
     )  # fmt: skip
 
 
@@ -256,6 +263,20 @@ def pointers(q: Tensor, k: Tensor, v: Tensor, aux: Aux, by_query: bool) -> tuple
 
 
 _NO_LISTS = (None,) * 6
+
+
+def gradients_of(
+    problem: Problem, of_q: Strides, of_k: Strides | None, of_v: Strides | None
+) -> tuple[Memory, Memory, Memory]:
+    """dq, dk and dv, as tensors with these strides lie; None: by heads."""
+    shapes = (q_shape(problem), of_q), (problem.k_shape, of_k), (v_shape(problem), of_v)
+    dq, dk, dv = (memory(shape, problem.dtype, like) for shape, like in shapes)
+    return dq, dk, dv
+
+
+def lying(**results: Memory) -> str:
+    """The names of those that lie by token."""
+    return "".join(name for name, (shape, strides, _) in results.items() if by_token(shape, strides))
 
 
 def strides(*of_tensors: Strides) -> Strides:

@@ -92,12 +92,17 @@ class Options:
     MASK_WIDE: bool
     STORE_DBIAS: bool  # the bias is full: each pair's gradient is stored by the tile that makes it
     DBIAS_WIDE: bool
+    O_BY_TOKEN: bool  # o lies as (B, S, H, D), as q does
+    Q_BY_TOKEN: bool  # so does dq, as q
+    K_BY_TOKEN: bool
+    V_BY_TOKEN: bool
 
     @classmethod
     def of(
         cls, problem: Problem, config: Config, tma: Sequence[int], origin: Origin, precision: str,
-        bias: Pairs = NO_PAIRS, mask: Pairs = NO_PAIRS, dbias: Pairs | None = None,
+        bias: Pairs = NO_PAIRS, mask: Pairs = NO_PAIRS, dbias: Pairs | None = None, by_token: str = "",
     ) -> Options:  # fmt: skip
+        """by_token: which of o, dq, dk, dv the kernel has, and lie by token (`layout`): of "o", "q", "k", "v"."""
         blocks = problem.mask == "blocks"
         varied = problem.q_layout is Layout.PACKED or problem.q_lens or problem.k_lens
         rows, keys = (TILE, TILE) if blocks else (config.rows, config.keys)
@@ -120,6 +125,8 @@ class Options:
             BIAS_KEYS=problem.bias is not None and problem.bias.keys, BIAS_WIDE=bias.wide,
             MASK_ROWS=mask.row != 0, MASK_KEYS=mask.column != 0, MASK_WIDE=mask.wide,
             STORE_DBIAS=dbias is not None, DBIAS_WIDE=dbias is not None and dbias.wide,
+            O_BY_TOKEN="o" in by_token, Q_BY_TOKEN="q" in by_token, K_BY_TOKEN="k" in by_token,
+            V_BY_TOKEN="v" in by_token,
         )  # fmt: skip
 
 

@@ -151,10 +151,13 @@ def store_statistics(x, values, past, first, end, SIDE: tl.constexpr):
 
 
 @triton.jit
-def result(s, head, heads, length, start, DIM: tl.constexpr, PACKED: tl.constexpr):
-    """(where a sequence's rows begin, from row to row) in an array of ours: (B, H, S, DIM), or packed (T, H, DIM)."""
+def result(s, head, heads, length, start, DIM: tl.constexpr, PACKED: tl.constexpr, BY_TOKEN: tl.constexpr):
+    """(where a sequence's rows begin, from row to row) in an array of ours: (B, H, S, DIM), or BY_TOKEN (B, S, H, DIM), or
+    packed (T, H, DIM)."""
     if PACKED:
         return (start.to(tl.int64) * heads + head) * DIM, heads * DIM
+    elif BY_TOKEN:
+        return (s.to(tl.int64) * length * heads + head) * DIM, heads * DIM
     else:
         return (s.to(tl.int64) * heads + head) * length * DIM, DIM
 
@@ -172,10 +175,11 @@ def diagonal(q_used, k_used, i0, j0, O: tl.constexpr):
 def rows_of(x, s, head, start, x_b, x_h, x_r):
     """(rows of one sequence and head of x, the stride from one to the next). A packed x has x_b = 0.
 
-    Strides come in units of 8 elements, so that the compiler sees that rows begin at 16 bytes and loads may be as wide.
+    Strides come in units of 8 elements, so that the compiler sees that rows begin at 16 bytes and loads may be as wide. The
+    units are multiplied last: eight times a stride of 2^28 units and more is past 32 bits.
     """
     x_r = x_r * 8
-    return x + s.to(tl.int64) * (x_b * 8) + head.to(tl.int64) * (x_h * 8) + start.to(tl.int64) * x_r, x_r
+    return x + s.to(tl.int64) * x_b * 8 + head.to(tl.int64) * x_h * 8 + start.to(tl.int64) * x_r, x_r
 
 
 @triton.jit
@@ -333,7 +337,12 @@ def scores(a, b, scale, softcap, O: tl.constexpr):
 
     scale: log2(e) times the call's. RAW leaves S unscaled, and the softmax takes the factor into its subtraction.
     """
-    S = product(a, b, None, O)
+    return scaled(product(a, b, None, O), scale, softcap, O)
+
+
+@triton.jit
+def scaled(S, scale, softcap, O: tl.constexpr):
+    """The same of a product that is there."""
     capped = S
     if O.SOFTCAP:
         capped = tanh(S * (scale / softcap))

@@ -92,20 +92,33 @@ def end(way):
 
 
 @triton.jit
-def visit(way, n, origin, SIDE: tl.constexpr, O: tl.constexpr):
+def entry(way, n, SIDE: tl.constexpr, O: tl.constexpr):
+    """(Tile of the mask, its bit tile's place or -1) of the partner number n, as `visit` wants them; 0, -1 past the last.
+
+    A loop asks for the next partner's while it works on this one's: else each round begins by waiting for memory.
+    """
+    _lo, hi, _a, _z, x_lo, x_hi, full, mixed, mixed_bits = way
+    if O.BLOCKS:
+        is_mixed = n >= hi
+        at = tl.where(is_mixed, n - hi + x_lo, n) // (steps.TILE // SIDE)
+        there = n < hi + (x_hi - x_lo)
+        tile = tl.load(tl.where(is_mixed, mixed, full) + at, mask=there, other=0)
+        return tile, tl.load(mixed_bits + at, mask=there & is_mixed, other=-1)
+    else:
+        return 0, -1
+
+
+@triton.jit
+def visit(way, n, entry, origin, SIDE: tl.constexpr, O: tl.constexpr):
     """(Where the partner number n begins in the sequence; whether it needs the Band's mask; its bit tile's place, or -1)."""
-    _lo, hi, a, z, x_lo, _x_hi, full, mixed, mixed_bits = way
+    _lo, hi, a, z, x_lo, _x_hi, _full, _mixed, _mixed_bits = way
     edge = (n < a) | (n >= z)
     if O.BLOCKS:
         PARTS: tl.constexpr = steps.TILE // SIDE
-        is_mixed = n >= hi
-        t = tl.where(is_mixed, n - hi + x_lo, n)
-        entry = t // PARTS
-        tile = tl.load(tl.where(is_mixed, mixed, full) + entry)
-        bits = tl.load(mixed_bits + entry, mask=is_mixed, other=-1)
+        part = tl.where(n >= hi, n - hi + x_lo, n) % PARTS
         if not O.CUT:
             edge = (n >= z) & (n < hi)
-        return tile * steps.TILE + (t - entry * PARTS) * SIDE - origin, edge, bits
+        return entry[0] * steps.TILE + part * SIDE - origin, edge, entry[1]
     else:
         return n * SIDE, edge, -1
 
