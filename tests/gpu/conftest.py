@@ -11,11 +11,11 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
+import cache_jobs
 import pool
 import pytest
 import stamp
 import torch
-from cases import Case
 from hopper_cases import on_hopper, on_hopper_twice, promised_names
 from test_torch import CASES as TRACED
 from triton_cases import PROMISED, for_triton, on_gpu
@@ -53,12 +53,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     twice = frozenset(promised)
     hoppers = {} if WHY_NOT_HOPPER else on_hopper()
     promised |= {name: case for name, case in hoppers.items() if name in promised_names()}
-    twice |= on_hopper_twice() & promised.keys()
+    twice |= on_hopper_twice()
     cases = {**on_gpu(), **hoppers}
-    chosen = {name: cases[name] for item in session.items if (name := _case_of(item)) in cases}
+    chosen = {name for item in session.items if (name := _case_of(item))}
     worker = ThreadPoolExecutor(1)  # one pool after the other
-    at_work["compiled"] = worker.submit(_judge, {} if REHEARSAL else promised, twice)
-    at_work["verdicts"] = worker.submit(_judge, chosen, on_hopper_twice() & chosen.keys())
+    compiled = {} if REHEARSAL else {name: pool.of_case(name, case, name in twice) for name, case in promised.items()}
+    jobs = {name: pool.of_case(name, cases[name], name in twice) for name in chosen & cases.keys()}
+    jobs |= {name: job for name, job in cache_jobs.on_gpu().items() if name in chosen}
+    at_work["compiled"] = worker.submit(_judge, compiled)
+    at_work["verdicts"] = worker.submit(_judge, jobs)
 
 
 def _case_of(item: pytest.Item) -> str:
@@ -110,9 +113,9 @@ def verdicts() -> dict[str, pool.Verdict]:
     return at_work["verdicts"].result()
 
 
-def _judge(cases: dict[str, Case], twice: frozenset[str]) -> dict[str, pool.Verdict]:
+def _judge(jobs: dict[str, pool.Job]) -> dict[str, pool.Verdict]:
     start = time.perf_counter()
-    found = pool.verdicts(cases, twice, PROCESSES, SECONDS)
+    found = pool.verdicts(jobs, PROCESSES, SECONDS)
     slowest = sorted(found, key=lambda name: -found[name].seconds)[:8]
     notes.append(f"{len(found)} cases on {PROCESSES} processes in {time.perf_counter() - start:.0f} s; the slowest:")
     notes.extend(f"  {found[name].seconds:6.1f} s  {name}" for name in slowest)

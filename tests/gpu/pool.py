@@ -1,4 +1,4 @@
-"""Cases checked by many processes at once: compiling kernels takes most of the time, and one process compiles one."""
+"""Cases judged by many processes at once: compiling kernels takes most of the time, and one process compiles one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import tempfile
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -40,20 +41,34 @@ def check(case: Case, backend: str, **changes: Any) -> None:
         assert_close(got, **inputs)
 
 
-def verdicts(cases: Mapping[str, Case], twice: frozenset[str], processes: int, limit: float) -> dict[str, Verdict]:
-    """Of each case by name. twice: those whose gradients are also asked for reproducibly, which other kernels may do.
+@dataclass(frozen=True)
+class Job:
+    """find: "" or what is wrong, asked in a process of the pool. Jobs of one group go to one process, one after the
+    other, so that nothing is compiled twice; what they compile ends up in Triton's cache on disk, where every later
+    process finds it. cost: groups that may take long begin first."""
 
-    Cases of one specialisation go to one process, so that nothing is compiled twice; they end up in Triton's cache on
-    disk, where every later process finds them. limit: seconds for all of them; who is not through by then fails.
-    """
+    find: Callable[[], str]
+    group: Hashable
+    cost: int
+
+
+def of_case(name: str, case: Case, twice: bool) -> Job:
+    """twice: its gradients are also asked for reproducibly, which other kernels may do."""
+    backend = backend_of(name)
+    group = (backend, *specialisation(case).items())
+    return Job(partial(_fault, case, twice, backend), group, case.dim + case.v_dim)
+
+
+def verdicts(jobs: Mapping[str, Job], processes: int, limit: float) -> dict[str, Verdict]:
+    """Of each job by name. limit: seconds for all of them; who is not through by then fails."""
     groups = defaultdict(list)
-    for name, case in cases.items():
-        groups[(backend_of(name), *specialisation(case).items())].append((name, case, name in twice))
-    slow_first = sorted(groups.values(), key=lambda group: -max(case.dim + case.v_dim for _, case, _ in group))
+    for name, job in jobs.items():
+        groups[job.group].append((name, job))
+    slow_first = sorted(groups.values(), key=lambda group: -max(job.cost for _, job in group))
     found: dict[str, Verdict] = {}
     with tempfile.TemporaryDirectory() as notes:
         pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, (notes,))
-        tasks = [pool.submit(_check_group, group) for group in slow_first]
+        tasks = [pool.submit(_do_group, group) for group in slow_first]
         done, waiting = wait(tasks, limit)
         for task in done:
             if not isinstance(task.exception(), BrokenProcessPool):
@@ -63,7 +78,7 @@ def verdicts(cases: Mapping[str, Case], twice: frozenset[str], processes: int, l
             process.kill()
         pool.shutdown(cancel_futures=True)
     lost = f"no verdict: a process died, or {limit:g} s were over. At work were then {at_work}"
-    return {name: found.get(name, Verdict(lost)) for name in cases}
+    return {name: found.get(name, Verdict(lost)) for name in jobs}
 
 
 _notes = Path()
@@ -76,19 +91,15 @@ def _begin(notes: str) -> None:
     set_up()
 
 
-def _check_group(group: list[tuple[str, Case, bool]]) -> dict[str, Verdict]:
+def _do_group(group: list[tuple[str, Job]]) -> dict[str, Verdict]:
     global _lost_to
     found = {}
-    for name, case, twice in group:
+    for name, job in group:
         _notes.write_text(name)
         start = time.perf_counter()
         if DEVICE == "cuda" and not _lost_to:
             torch.cuda.empty_cache()  # the others want some of it
-        fault = (
-            f"not run: {_lost_to!r} broke the device of its process"
-            if _lost_to
-            else _fault(case, twice, backend_of(name))
-        )
+        fault = f"not run: {_lost_to!r} broke the device of its process" if _lost_to else job.find()
         found[name] = Verdict(fault, time.perf_counter() - start)
         if fault and not _lost_to and not _alive():
             _lost_to = name
