@@ -15,7 +15,16 @@ from typing import Any
 from hopper_machine import APART, NO_LISTS, Anything, Barrier, Buffers, Scheduler, _Descriptor, _Int, _Language
 
 from tilewise import mask
-from tilewise.kernels.hopper import backward, backward_steps, config, pipeline, steps, walk
+from tilewise.kernels.hopper import (
+    backward,
+    backward_drawer,
+    backward_steps,
+    backward_tiles,
+    config,
+    pipeline,
+    steps,
+    walk,
+)
 from tilewise.kernels.tensors import FAR
 
 CALL = (
@@ -30,6 +39,7 @@ PLAYED = {  # functions that the partitions call, as the Python that they are
     "add_share", "step", "turn_of", "share_of_dq", "rows_at", "clipped", "sequence_of", "extent", "clamped", "live",
     "way", "visit", "draw_block", "load_chunks", "beside", "turned_product", "add_product",
 }  # fmt: skip
+HOMES = (backward, backward_drawer, backward_steps, backward_tiles, walk, pipeline)
 NO_LENGTHS = (None,) * 4 + (0,) * 5
 
 
@@ -260,7 +270,7 @@ class BackwardBlock:
             "below": lambda list, n, tile: sum(x < tile for x in list.data[list.at :][:n]),
         }  # fmt: skip
         for name in PLAYED & set(plain.__code__.co_names):
-            home = next(module for module in (backward, backward_steps, walk, pipeline) if hasattr(module, name))
+            home = next(module for module in HOMES if hasattr(module, name))
             names[name] = self.rewired(getattr(home, name))
         return FunctionType(plain.__code__, names, plain.__name__)
 

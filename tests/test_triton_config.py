@@ -35,6 +35,7 @@ REPRESENTATIVE: list[Case] = [
     ("sm90", "dkdv", 64, 2, "bias"),
     ("sm90", "forward", 64, 4, "plain"),
     ("sm90", "forward", 128, 2, "long"),
+    ("sm90", "dq", 128, 2, "packed"),
     ("sm90", "dkdv", 128, 2, "plain"),
     ("cuda", "forward", 64, 2, "plain"),
     ("cuda", "dkdv", 64, 2, "plain"),
@@ -88,6 +89,9 @@ def asked(case: Case, d: int, v_dim: int) -> tuple[Problem, tilewise.problem.Aux
     if name in (*EVERYTHING, "bias") or direction == "dbias":
         heads = 1 if direction == "dbias" else 2  # one is broadcast, and dbias_kernel sums it
         given["bias"] = torch.zeros(1, heads, length, length, dtype=dtype, requires_grad=True)
+    if name == "packed":
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+        given["cu_seqlens_q"] = torch.tensor([0, 100, length], dtype=torch.int32)
     problem, aux = Problem.of(q, k, v, mask=mask, **given)
     return replace(problem, device=arch), aux, [q, k, v]
 
@@ -214,12 +218,13 @@ SEEN = torch.ones(32, 32, dtype=torch.bool)
 
 
 def test_what_a_row_does_not_say_apart() -> None:
-    own = [kind for kind in tables.KINDS if kind != "long full"]
+    own = [kind for kind in tables.KINDS if kind != "long full"]  # a choice between the others
     configs = {kind: tables.Config(16, 16, 4, n) for n, kind in enumerate(own)}
     all_said = tables.Row(evidence="compiled", **configs)
     assert {kind: all_said.config(kind) for kind in own} == configs
     assert all_said.config("long full") == configs["long"]
     assert replace(all_said, long=None).config("long full") == configs["full"]
+    assert replace(all_said, packed=None).config("packed") == configs["long"]
     least = replace(all_said, **dict.fromkeys(own[2:]))
     for kind in tables.KINDS[2:]:
         assert least.config(kind) == configs["dressed" if kind == "bias" else "plain"]
@@ -251,9 +256,9 @@ def test_long_and_packed_sequences_have_configs_of_their_own(mask: tilewise.Band
     problem = of("sm90", mask=mask)
     long = replace(problem, q_len=tables.LONG, k_len=tables.LONG)
     packed = replace(problem, q_layout=tilewise.problem.Layout.PACKED, k_layout=tilewise.problem.Layout.PACKED)
-    for asked in (long, packed):
-        assert tables.kind_of(asked) == kind
-        assert choose(asked, "dq") == row("sm90", "dq", 64, 2).config(kind)
+    for asked, its in (long, kind), (packed, "packed" if kind == "long" else kind):
+        assert tables.kind_of(asked) == its
+        assert choose(asked, "dq") == row("sm90", "dq", 64, 2).config(its)
     assert tables.kind_of(problem) in ("full", "plain")
 
 

@@ -34,6 +34,7 @@ class Row:
     evidence: str
     full: Config | None = None  # instead of plain, without a Band
     long: Config | None = None  # instead of plain and full, for packed sequences and those of LONG keys or more
+    packed: Config | None = None  # instead of long, for packed sequences under a Band with one bound
     window: Config | None = None  # instead of plain and long, for those under a Band with two bounds
     blocks: Config | None = None  # instead of plain, for a BlockMask
     bias: Config | None = None  # instead of dressed, for a bias alone
@@ -42,10 +43,12 @@ class Row:
         """The Config of one of KINDS."""
         if kind == "long full":
             return self.long or self.full or self.plain
+        if kind == "packed":
+            return self.packed or self.long or self.plain
         return getattr(self, kind) or (self.dressed if kind == "bias" else self.plain)
 
 
-KINDS = ("plain", "dressed", "full", "long", "long full", "window", "blocks", "bias")
+KINDS = ("plain", "dressed", "full", "long", "long full", "packed", "window", "blocks", "bias")
 DIRECTIONS = ("forward", "dkdv", "dq", "dbias")
 WIDTHS = (16, 32, 64, 128, 256, 512)
 Table = dict[tuple[str, int, int], Row]  # by kernel, padded head size, bytes of an element
@@ -162,6 +165,7 @@ TABLES: dict[str, Table] = {
         ("dq", (128,), (2,)): Row(
             Config(64, 64, 4, 2, True), Config(32, 32, 4, 2, True), _ALONE,
             full=Config(128, 32, 8, 3, True), long=Config(128, 64, 8, 3, True), window=Config(64, 64, 4, 2, True),
+            packed=Config(64, 32, 4, 4, True),
         ),
         # 128 x 32 in 8 warps is 2 % faster, and fills the shared memory to the last KiB.
         ("dq", (256,), (2,)): Row(Config(64, 32, 4, 3, True), Config(32, 32, 8, 1), _MEASURED),
@@ -244,7 +248,9 @@ def kind_of(problem: Problem) -> str:
         return "full" if problem.band.is_full else "plain"
     if problem.band.left is not None and problem.band.right is not None:
         return "window"
-    return "long full" if problem.band.is_full else "long"
+    if problem.band.is_full:
+        return "long full"
+    return "packed" if problem.q_layout is Layout.PACKED else "long"
 
 
 def why_not(problem: Problem) -> str | None:
