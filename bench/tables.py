@@ -1,7 +1,7 @@
 """Markdown tables from the rows: `python -m bench.tables` prints them, `--into PAGE` fills them in.
 
 A page holds a table between `<!-- table: NAME -->` and `<!-- /table -->`; NAMEs: forward, backward,
-hopper forward, hopper backward, hopper overview, triton overview, speeds, limits.
+hopper forward, hopper backward, hopper overview, triton overview, decode, speeds, limits.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from .rows import Row, read
 
 GRIDS = {
     "forward": ("forward", "forward d256"), "backward": ("backward", "backward d256"),
-    "hopper forward": ("hopper forward",), "hopper backward": ("hopper backward",),
+    "hopper forward": ("hopper forward",), "hopper backward": ("hopper backward",), "decode": ("decode",),
 }  # fmt: skip
 IN_A_GRID = tuple(subject for subjects in GRIDS.values() for subject in subjects)
 BLOCK = re.compile(r"(<!-- table: ([a-z ]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
 def grid(rows: Iterable[Row], name: str) -> str:
-    """A line a cell of the grid: TFLOP/s of ours and of each peer, and how many times the peer's speed ours is."""
+    """A line a cell: TFLOP/s (decode: TB/s) of ours and of each peer, and how many times the peer's speed ours is."""
     cells: dict[tuple[object, ...], dict[str, Row]] = {}
     for row in rows:
         if row.subject in GRIDS[name] and row.seq:
@@ -95,6 +95,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "backward": lambda rows: grid(rows, "backward"),
     "hopper forward": lambda rows: grid(rows, "hopper forward"),
     "hopper backward": lambda rows: grid(rows, "hopper backward"),
+    "decode": lambda rows: grid(rows, "decode"),
     "hopper overview": lambda rows: overview(rows, "hopper forward", "hopper backward"),
     "triton overview": lambda rows: overview(rows, "forward", "backward"),
     "speeds": speeds,
@@ -136,7 +137,7 @@ def length(seq: object) -> str:
 
 
 def number(x: float | None) -> str:
-    return "" if x is None else f"{x:.0f}"
+    return "" if x is None else f"{x:.0f}" if x >= 10 else f"{x:.2f}"
 
 
 def timed(x: float | None, unit: str) -> str:

@@ -382,6 +382,12 @@ def test_grid_table() -> None:
     ]
 
 
+def test_rates_of_a_cache_have_their_decimals() -> None:
+    row = Row("decode", "", "bf16", 128, "batch 8", 8192, FA2, ratio=1.03, ours_tflops=3.667, their_tflops=3.55)
+    assert tables.grid([row], "decode").splitlines()[2:] == ["| 128, batch 8, 8k | 3.67 | 3.55 (1.03) |"]
+    assert not tables.speeds([row]).splitlines()[2:]
+
+
 def test_overview_is_beside_the_best_peer() -> None:
     assert tables.overview(ROWS, "forward").splitlines() == [
         "| direction, d, mask | 512 | 2k |",
@@ -411,7 +417,8 @@ def test_a_page_is_filled_and_stays_filled() -> None:
 
 def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert plot.panels(ROWS) == {
+    cached = Row("decode", "", "bf16", 128, "batch 8", 8192, FA2, ratio=1.03, ours_tflops=3.667)  # TB/s: in no picture
+    assert plot.panels([*ROWS, cached]) == {
         ("forward", 64, "causal"): {"ours, triton": {2048: 423.6}, FLEX: {2048: 353.2}, FA2: {2048: 260.0}}
     }
     plot.draw(ROWS, tmp_path / "x.png")

@@ -184,7 +184,7 @@ def constant(file: str, name: str) -> float:
 
 def test_hopper_in_the_text() -> None:
     kernels = "tilewise/kernels/hopper"
-    piece, keys = constant(f"{kernels}/walk.py", "PIECE"), constant(f"{kernels}/backward.py", "KEYS")
+    piece, keys = constant(f"{kernels}/walk.py", "PIECE"), constant(f"{kernels}/backward_tiles.py", "KEYS")
     growth = constant(f"{kernels}/steps.py", "GROWTH")
     assert said(r"each has (\d+) rows of the tile", r"每个负责查询块中的 (\d+) 行") == [piece]
     english = r"A program has (\d+) keys, which stay, and each of two consumers owns (\d+) of"
