@@ -1,8 +1,8 @@
 """`torchrun --nproc-per-node 2 -m bench.parallel`: attention over several GPUs beside the same on one of them.
 
 One sequence, causal, forward and backward, 16 heads of 128, bf16, by `ContextParallel(ring=)` in zig-zag. In each of
-five rounds first rank 0 alone has all of it, while the others wait, and then each rank its share; a time is that of
-the slowest rank, by CUDA events, behind a barrier. Memory is the peak that PyTorch allocates, the call's own tensors too.
+five rounds first rank 0 alone has all of it, while the others wait, and then each rank its share; a time is that of the
+slowest rank, by CUDA events, behind a barrier. Memory is the peak that PyTorch allocates, with the call's tensors.
 """
 
 from __future__ import annotations
