@@ -58,14 +58,18 @@ def runs(case: CacheCase) -> bool:
 SAMPLES = [seed for seed in range(140) if runs(sample(seed))]
 
 
-@pytest.fixture(params=["shared blocks", "whole blocks"])
+@pytest.fixture(params=["shared blocks", "whole chapters"])
 def sms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Small pieces; and programs enough to share each block, or so few that each has whole ones."""
-    monkeypatch.setattr(decode_config, "PIECE", 32)
-    monkeypatch.setattr(decode_config, "BLOCK", 128)
-    forget()
-    monkeypatch.setattr(decode_host, "_sms", lambda device: {"shared blocks": 1000, "whole blocks": 1}[request.param])
+    """Small pieces; and programs enough to share each block, or so few that each has whole chapters."""
+    small_parts(monkeypatch, 128)
+    monkeypatch.setattr(decode_host, "_sms", lambda device: {"shared blocks": 1000, "whole chapters": 1}[request.param])
     yield request.param
+    forget()
+
+
+def small_parts(monkeypatch: pytest.MonkeyPatch, chapter: int) -> None:
+    for name, keys in (("PIECE", 32), ("BLOCK", 64), ("CHAPTER", chapter)):
+        monkeypatch.setattr(decode_config, name, keys)
     forget()
 
 
@@ -85,14 +89,17 @@ def test_sampled(seed: int, backend: str) -> None:
     sample(seed).check(backend)
 
 
+@pytest.mark.parametrize("chapter", [128, 1024])
 @pytest.mark.parametrize("name", ["several blocks", "pages of 64, a window", "several queries, all on scores"])
-def test_who_merges_the_pieces_changes_no_bit(name: str, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    monkeypatch.setattr(decode_config, "PIECE", 32)
-    monkeypatch.setattr(decode_config, "BLOCK", 128)
+def test_who_merges_the_pieces_changes_no_bit(
+    name: str, chapter: int, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """Programs have pieces, blocks, chapters, or all keys of a sequence, which then are one chapter."""
+    small_parts(monkeypatch, chapter)
     results = []
-    for sms in (1, 3, 1000):
+    for how in ((16, 32), (3, 64), (1, 64), (3, chapter), (1, chapter)):
         forget()
-        monkeypatch.setattr(decode_host, "_sms", lambda device, sms=sms: sms)
+        monkeypatch.setattr(decode_host, "sharing_of", lambda *_, how=how: how)
         call = NAMED[name].build()
         results.append(call.run(backend))
         call.check_results(*results[-1])
