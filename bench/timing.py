@@ -147,7 +147,7 @@ def row_of(cell: Cell, peer: Peer, rounds: list[dict[str, float]], error: str = 
     ours = statistics.median(times["ours"] for times in rounds)
     row = replace(
         cell.row, peer=peer.name, goal=peer.goal, note=peer.note, error=error,
-        ours=_digits(ours), ours_tflops=_digits(cell.flops / ours * 1e-9),
+        ours=digits(ours), ours_tflops=digits(cell.flops / ours * 1e-9),
     )  # fmt: skip
     if any(peer.name not in times for times in rounds):
         return row
@@ -155,7 +155,7 @@ def row_of(cell: Cell, peer: Peer, rounds: list[dict[str, float]], error: str = 
     ratios = [(peer.factor * times[peer.name] + peer.slack_ms) / times["ours"] for times in rounds]
     flops = cell.flops if peer.flops is None else peer.flops
     return replace(
-        row, theirs=_digits(theirs), their_tflops=_digits(flops / theirs * 1e-9),
+        row, theirs=digits(theirs), their_tflops=digits(flops / theirs * 1e-9),
         ratio=round(statistics.median(ratios), 3), ratio_min=round(min(ratios), 3), ratio_max=round(max(ratios), 3),
     )  # fmt: skip
 
@@ -171,7 +171,7 @@ def disagreement(ours: Any, theirs: Any, built: Built, tolerance: float) -> str:
     return ""
 
 
-def _digits(x: float) -> float:
+def digits(x: float) -> float:
     return float(f"{x:.4g}")
 
 
@@ -219,7 +219,7 @@ def host_row(cell: Cell, rounds: list[dict[str, float]]) -> Row:
     ours, theirs = (statistics.median(times[who] for times in rounds) for who in ("ours", "theirs"))
     ratios = [times["theirs"] / times["ours"] for times in rounds]
     return replace(
-        cell.row, goal=cell.goal, ours=_digits(ours), theirs=_digits(theirs), ratio=round(statistics.median(ratios), 3),
+        cell.row, goal=cell.goal, ours=digits(ours), theirs=digits(theirs), ratio=round(statistics.median(ratios), 3),
         ratio_min=round(min(ratios), 3), ratio_max=round(max(ratios), 3),
     )  # fmt: skip
 

@@ -16,10 +16,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import Ranks
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from bench import decode_cases, gpu, gpu_cases, hopper_cases, plot, tables, timing, tune
+from bench import parallel as parallel_bench
 from bench.gpu_cases import FA2, FLEX, Cell, Setting
 from bench.rows import BEST, FIELDS, Row, geometric_mean, merge, parse_goal, read, write
 from bench.worker import Failed, Worker, parallel
@@ -359,6 +361,18 @@ def test_parallel_answers_all_and_stops_in_time() -> None:
     assert isinstance(answers[-1.0], Failed)
     late = dict(parallel(math.sqrt, [1.0, 4.0], 2, time.monotonic() - 1))
     assert [str(answer) for answer in late.values()] == ["skipped: out of time"] * 2
+
+
+def test_context_parallelism_is_timed_beside_one_rank() -> None:
+    pytest.importorskip("triton")
+    ranks = Ranks(2, timeout=60)
+    found = ranks(parallel_bench.rows_of, 256, torch.device("cpu"), 2)
+    ranks.close()
+    speed, memory = found[0]
+    assert (speed.subject, speed.peer, speed.seq, speed.device) == ("context parallel", "one GPU", 256, "2 x CPU")
+    assert 0 < speed.ratio_min <= speed.ratio <= speed.ratio_max
+    assert found[1][0] == speed  # each rank has the slowest one's times
+    assert memory.subject == "context parallel memory"
 
 
 # --- tables and the plot -------------------------------------------------------------------------------------------

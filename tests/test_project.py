@@ -294,6 +294,13 @@ def test_the_kernels_are_those_that_passed_on_a_gpu() -> None:
     assert stamp.stale() is None
 
 
+def test_a_run_in_parts_has_all_files() -> None:
+    found = importlib.import_module("tests.gpu.__main__").collected()
+    assert {test.partition("::")[0] for test in found} == {
+        name(path) for path in (ROOT / "tests/gpu").glob("test_*.py")
+    }
+
+
 def test_the_stamp_is_of_what_runs_alone(tmp_path: Path) -> None:
     """Words about the code may change; another operator, file or backend order is stale."""
     shutil.copytree(PACKAGE, tmp_path / "tilewise", ignore=shutil.ignore_patterns("__pycache__"))
@@ -315,14 +322,31 @@ def test_the_stamp_is_of_what_runs_alone(tmp_path: Path) -> None:
         saved.write_text(json.dumps({"hash": now, "device": "H200", "date": "2026-01-01", "counts": counts}))
         assert (stamp.stale(saved, tmp_path) is None) == fine
     code("x = 2\n")
-    assert "python -m pytest tests/gpu" in (stamp.stale(saved, tmp_path) or "")
-    saved.write_text(
-        json.dumps({"hash": stamp.code_hash(tmp_path), "counts": {"passed": 5, "failed": 3}, "failed": list("abc")})
-    )
-    assert stamp.repair({"a", "d"}, {"a", "b", "d"}, saved, tmp_path) == 1  # a passed, c is there no more
-    data = json.loads(saved.read_text())
-    assert (data["failed"], data["counts"]) == (["b"], {"passed": 6, "failed": 1})
-    code("x = 3\n")
-    assert stamp.repair({"b"}, {"b"}, saved, tmp_path) == 1  # other code: nothing is repaired
+    assert "python -m tests.gpu" in (stamp.stale(saved, tmp_path) or "")
     parts = {"autograd.py", "dispatch.py", "mask.py"}
     assert parts <= {path.name for path in stamp.sources()}
+
+
+def test_a_stamp_is_repaired_by_what_was_seen_to_pass(tmp_path: Path) -> None:
+    kernel, saved = tmp_path / "tilewise" / "kernels" / "some.py", tmp_path / "gpu_tests.json"
+    kernel.parent.mkdir(parents=True)
+    for name in ("autograd", "dispatch", "mask", "kernels/some"):
+        (tmp_path / "tilewise" / f"{name}.py").write_text("x = 1\n")
+    failed = ["one::a", "one::b", "one::c", "one::s", "two::a"]
+    saved.write_text(json.dumps({"hash": stamp.code_hash(tmp_path), "counts": {}, "failed": failed}))
+
+    def repaired(passed: set[str], skipped: set[str], there: set[str], files: set[str]) -> tuple[list[str], dict]:
+        left = stamp.repair(passed, skipped, there, files, saved, tmp_path)
+        data = json.loads(saved.read_text())
+        assert len(data["failed"]) == left
+        return data["failed"], data["counts"]
+
+    # One of one's tests, chosen by name: of the others nothing is known.
+    counts = {"passed": 1, "skipped": 0, "failed": 4}
+    assert repaired({"one::a"}, set(), {"one::a"}, set()) == (["one::b", "one::c", "one::s", "two::a"], counts)
+    # All of one, in which b fails again, s is skipped, d is new, and c is there no more; nothing of two.
+    counts = {"passed": 1, "skipped": 1, "failed": 2}
+    there = {"one::a", "one::b", "one::s", "one::d"}
+    assert repaired({"one::a", "one::d"}, {"one::s"}, there, {"one"}) == (["one::b", "two::a"], counts)
+    kernel.write_text("x = 2\n")  # other code: nothing is repaired
+    assert repaired({"one::b", "two::a"}, set(), {"one::b", "two::a"}, {"one", "two"}) == (["one::b", "two::a"], counts)

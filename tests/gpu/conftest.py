@@ -11,20 +11,16 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
-import cache_jobs
+import jobs
 import pool
 import pytest
 import stamp
 import torch
-from hopper_cases import on_hopper, on_hopper_twice, promised_names
-from test_torch import CASES as TRACED
-from triton_cases import PROMISED, for_triton, on_gpu
-from where import BACKEND, DEVICE, REHEARSAL, WHY_NOT, WHY_NOT_HOPPER, set_up
+from where import BACKEND, COMPILED, DEVICE, PROCESSES, REHEARSAL, WHY_NOT, set_up
 
 import tilewise
 
 HERE = Path(__file__).parent
-PROCESSES = 2 if REHEARSAL else max(1, min(16, os.cpu_count() or 1) - 1)  # one core is the other tests'
 SECONDS = 500.0  # for the cases of the pool
 
 notes: list[str] = []  # for the summary
@@ -48,20 +44,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     if WHY_NOT or session.config.option.collectonly or not any(HERE in item.path.parents for item in session.items):
         return
-    promised = {f"promised {name}": case for name, case in PROMISED.items()}
-    promised |= {f"traced {name}": for_triton(case) for name, case in TRACED.items()}
-    twice = frozenset(promised)
-    hoppers = {} if WHY_NOT_HOPPER else on_hopper()
-    promised |= {name: case for name, case in hoppers.items() if name in promised_names()}
-    twice |= on_hopper_twice()
-    cases = {**on_gpu(), **hoppers}
     chosen = {name for item in session.items if (name := _case_of(item))}
     worker = ThreadPoolExecutor(1)  # one pool after the other
-    compiled = {} if REHEARSAL else {name: pool.of_case(name, case, name in twice) for name, case in promised.items()}
-    jobs = {name: pool.of_case(name, cases[name], name in twice) for name in chosen & cases.keys()}
-    jobs |= {name: job for name, job in cache_jobs.on_gpu().items() if name in chosen}
-    at_work["compiled"] = worker.submit(_judge, compiled)
-    at_work["verdicts"] = worker.submit(_judge, jobs)
+    at_work["compiled"] = worker.submit(_judge, {} if REHEARSAL or os.environ.get(COMPILED) else jobs.promised())
+    at_work["verdicts"] = worker.submit(_judge, jobs.cases(chosen))
 
 
 def _case_of(item: pytest.Item) -> str:
@@ -113,9 +99,9 @@ def verdicts() -> dict[str, pool.Verdict]:
     return at_work["verdicts"].result()
 
 
-def _judge(jobs: dict[str, pool.Job]) -> dict[str, pool.Verdict]:
+def _judge(asked: dict[str, pool.Job]) -> dict[str, pool.Verdict]:
     start = time.perf_counter()
-    found = pool.verdicts(jobs, PROCESSES, SECONDS)
+    found = pool.verdicts(asked, PROCESSES, SECONDS)
     slowest = sorted(found, key=lambda name: -found[name].seconds)[:8]
     notes.append(f"{len(found)} cases on {PROCESSES} processes in {time.perf_counter() - start:.0f} s; the slowest:")
     notes.extend(f"  {found[name].seconds:6.1f} s  {name}" for name in slowest)
@@ -143,11 +129,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if WHY_NOT or REHEARSAL or exitstatus not in (0, 1) or hasattr(session.config, "workerinput"):
         return  # no worker has seen it all, and an interrupted run has not either
     items = [item for item in getattr(session, "items", []) if HERE in item.path.parents]
+    whole = not any("::" in arg for arg in session.config.args)
     if deselected or {item.path for item in items} != set(HERE.glob("test_*.py")):
         there = deselected | {item.nodeid for item in items}
-        left = stamp.repair(set(outcomes["passed"]), there)
+        files = {name.partition("::")[0] for name in there} if whole else set()
+        left = stamp.repair(set(outcomes["passed"]), set(outcomes["skipped"]), there, files)
         notes.append(f"a run of a part: the stamp has {left} failed tests left")
-    elif not any("::" in arg for arg in session.config.args):
+    elif whole:
         stamp.write(dict(counts), outcomes["failed"])
         notes.append(f"stamped: {stamp.STAMP}")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import datetime
+import fcntl
 import hashlib
 import json
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 STAMP = ROOT / "bench" / "results" / "gpu_tests.json"
-RENEW = "run `python -m pytest tests/gpu` on a machine with an NVIDIA GPU and commit bench/results/gpu_tests.json"
+RENEW = "run `python -m tests.gpu` on a machine with an NVIDIA GPU and commit bench/results/gpu_tests.json"
 
 
 def sources(root: Path = ROOT) -> list[Path]:
@@ -61,7 +62,7 @@ def _canonical(node: Any) -> str:
 
 
 def write(counts: dict[str, int], failed: list[str]) -> None:
-    """After a run of all tests: what it found, on what."""
+    """After a run of all tests: what it found, on what. Before one in parts: all have failed yet."""
     import torch
     import triton
 
@@ -72,18 +73,27 @@ def write(counts: dict[str, int], failed: list[str]) -> None:
     })  # fmt: skip
 
 
-def repair(passed: set[str], there: set[str], stamp: Path = STAMP, root: Path = ROOT) -> int:
+def repair(
+    passed: set[str], skipped: set[str], there: set[str], files: set[str], stamp: Path = STAMP, root: Path = ROOT
+) -> int:
     """After a run of some tests on the same code: those that passed, or are there no more, are off the failed ones.
 
-    So a test that was wrong itself is put right without a second run of all. Returns how many failed ones are left.
+    So a test that was wrong itself is put right without a second run of all, and a run of all may be made in parts, of
+    several processes at once. there: the tests of those files that were collected whole, `files`; of others nothing is
+    known. Returns how many failed ones are left.
     """
-    data = json.loads(stamp.read_text()) if stamp.exists() else {}
-    if data.get("hash") != code_hash(root) or not data["failed"]:
-        return len(data.get("failed", []))
-    data["counts"]["passed"] += len(passed & set(data["failed"]))
-    data["failed"] = [name for name in data["failed"] if name in there and name not in passed]
-    data["counts"]["failed"] = len(data["failed"])
-    _save(data, stamp)
+    with stamp.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        data = json.loads(stamp.read_text()) if stamp.exists() else {}
+        if data.get("hash") != code_hash(root) or not data["failed"]:
+            return len(data.get("failed", []))
+        failed, counts = set(data["failed"]), data["counts"]
+        gone = {name for name in failed if name.partition("::")[0] in files and name not in there}
+        counts["passed"] = counts.get("passed", 0) + len(passed & failed)
+        counts["skipped"] = counts.get("skipped", 0) + len(skipped & failed)
+        data["failed"] = [name for name in data["failed"] if name not in passed | skipped | gone]
+        counts["failed"] = len(data["failed"])
+        _save(data, stamp)
     return len(data["failed"])
 
 

@@ -1,7 +1,8 @@
 """On what the tests of this folder run: a CUDA GPU and "triton"; to try the tests themselves, the CPU and "tiled".
 What is about "hopper" needs a Hopper GPU.
 
-python -m pytest tests/gpu                          on a machine with an NVIDIA GPU
+python -m tests.gpu                                 on a machine with an NVIDIA GPU: all of them, in several processes
+python -m pytest tests/gpu                          all in one, or some of them
 TILEWISE_REHEARSE=1 python -m pytest tests/gpu      anywhere: a few of the cases, on "tiled"
 """
 
@@ -20,6 +21,8 @@ from tilewise import BlockMask, Masked
 REHEARSAL = os.environ.get("TILEWISE_REHEARSE") == "1"
 DEVICE, BACKEND = ("cpu", "tiled") if REHEARSAL else ("cuda", "triton")
 EVERY = 14 if REHEARSAL else 1  # of so many cases one is run
+PROCESSES = 2 if REHEARSAL else max(1, min(16, os.cpu_count() or 1) - 1)  # of a pool: one core is the other tests'
+COMPILED = "TILEWISE_COMPILED"  # in the environment: what the other tests want compiled is so
 WHY_NOT = (
     None if REHEARSAL or torch.cuda.is_available() else "needs a CUDA GPU; TILEWISE_REHEARSE=1 tries the tests without"
 )
