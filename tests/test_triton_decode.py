@@ -25,6 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "decode": {}, "pages of 64": {"page": 64}, "pages of 16": {"page": 16}, "fp8": {"storage": FP8},
     "16 queries": {"queries": 16}, "300 in pages": {"queries": 300, "page": 16}, "d 64": {"d": 64}, "d 256": {"d": 256},
     "latent": {"d": 576, "v_dim": 512, "heads": 16, "kv_heads": 1, "latent": True}, "fp32": {"dtype": F32},
+    "turned": {"turned": 128},
     "111, 72": {"d": 111, "v_dim": 72}, "packed": {"queries": 30, "packed": True},
 }  # fmt: skip
 CHOSEN = [("sm90", name) for name in KINDS if name not in ("packed", "d 256", "fp32")] + [
@@ -77,10 +78,13 @@ def compile_all(arch: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert backend.why_not(problem) is None
         with recording() as launches:
             decode_host.attend(problem, *tensors, aux)
+            q, k, v = tensors
+            new_k = torch.empty(q.shape[0], k.shape[1], *q.shape[2:], dtype=q.dtype)
+            new_v = None if KINDS[name].get("latent") else torch.empty(*new_k.shape[:3], v.shape[3], dtype=q.dtype)
+            if decode_host.appends_too(problem):
+                decode_host.attend(problem, *tensors, aux, (new_k, new_v))
             if KINDS[name].get("queries", 1) == 1:
-                q, k, v = tensors
-                new = [torch.empty(q.shape[0], x.shape[1], 1, x.shape[3], dtype=q.dtype) for x in (k, v)]
-                decode_host.append(problem, new[0], None if KINDS[name].get("latent") else new[1], k, v, aux)
+                decode_host.append(problem, new_k, new_v, k, v, aux)
         found |= {(launch.kernel.__name__, launch.constexprs["O"]): launch for launch in launches}
     decode_host.plan_of.cache_clear()
     names = {kernel for kernel, _ in found}
@@ -89,6 +93,7 @@ def compile_all(arch: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if many or packed:
         assert "whole_kernel" in names
     if name == "decode" and arch == "sm90":
+        assert {of.NEW for kernel, of in found if kernel == "piece_kernel"} == {0, 2}
         assert {of.PART for kernel, of in found if kernel == "piece_kernel"} == {512, 2048, 8192}
         assert "whole_kernel" in names
     for launch in found.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 import tilewise
 from tilewise import Band, sliding_window
 from tilewise.kernels.triton import decode, decode_config, decode_host
+from tilewise.problem_cached import PAST_END
 
 LONG = CacheCase(stored=(300, 130, 213), room=320)
 NAMED = {
@@ -107,6 +109,53 @@ def test_who_merges_the_pieces_changes_no_bit(
     for o, lse in results[1:]:
         assert same_bits(o, results[0][0])
         assert same_bits(lse, results[0][1])
+
+
+STORED_AT_ONCE = {
+    "plain": replace(LONG), "turned": replace(LONG, rotary="half", rotary_dim=12),
+    "3 queries in pages of 7": replace(LONG, new=(3, 1, 2), page=7, dtype=F16),
+    "5 queries in pages of 16": replace(LONG, new=(5, 5, 5), page=16, sink=True, softcap=5.0, slopes="bh"),
+    "16 queries, 16 heads": replace(LONG, new=(16, 16, 16), heads=16, kv_heads=1, band=sliding_window(70)),
+    "rows of 222 bytes": replace(LONG, dim=111, v_dim=72, dtype=F16),
+    "columns of 64 and 8": replace(
+        LONG, dim=72, v_dim=64, v_in_k=True, heads=16, kv_heads=1, dtype=F16
+    ),
+    "places of their own": replace(LONG, rows=(4, -1, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("past_end", [False, True])
+@pytest.mark.parametrize("name", STORED_AT_ONCE)
+def test_new_keys_stored_by_the_same_launch_are_as_if_by_their_own(
+    name: str, past_end: bool, sms: str, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """To the last bit: results, storage, lengths, status. past_end: of one sequence some do not fit."""
+    found = []
+    module = tilewise.dispatch.backend(backend)
+    append, launches = module.append, []
+
+    def noted(*args: Any) -> None:
+        launches.append("append")
+        append(*args)
+
+    for at_once in (True, False):
+        call = STORED_AT_ONCE[name].build()
+        if past_end:
+            call.cache.lengths[1 if call.case.rows is None else call.case.rows[2]] = (
+                call.cache.shape.capacity - call.case.new[1] + 1
+            )
+        with monkeypatch.context() as patched:
+            patched.setattr("tilewise.cache.checks_contents", lambda device: False)
+            patched.setattr(module, "append", noted)
+            if not at_once:
+                patched.setattr(module, "appends_too", lambda problem: False)
+            o, lse = call.run(backend)
+        assert launches == ([] if at_once else ["append"])
+        cache = call.cache
+        found.append((o, lse, cache.k, cache.v, cache.lengths, cache.status))
+    for ours, theirs in zip(*found, strict=True):
+        assert same_bits(ours, theirs)
+    assert bool(int(found[0][5]) & PAST_END) == past_end
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,16 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...problem_cached import BAD_PAGE
+from ...problem_cached import BAD_PAGE, PAST_END
 from . import steps
 
 BAD = tl.constexpr(BAD_PAGE)
+PAST = tl.constexpr(PAST_END)
 
 RUN_TIME = [
     "batch", "kv_heads", "q_len", "capacity", "slots", "pool", "table_width", "positions", "scale", "softcap", "left",
     "right", "slopes_b", "q_b", "q_h", "q_r", "k_b", "k_h", "k_r", "v_b", "v_h", "v_r", "o_b", "o_h", "o_r", "most",
-    "parts", "sharers", "tiles",
+    "parts", "sharers", "tiles", "new_b", "new_h", "new_r", "w_b", "w_h", "w_r",
 ]  # fmt: skip
 
 
@@ -51,9 +52,15 @@ def slot_of(s, rows, slots, known, status, O: tl.constexpr):
 
 
 @triton.jit
-def keys_of(s, there, k_lens, starts, after, capacity, O: tl.constexpr):
-    """(where positions begin, keys, how many follow elsewhere) of sequence s. No key lies before 0, whatever begins there."""
-    used = tl.minimum(tl.maximum(tl.load(k_lens + s, mask=there, other=0), 0), capacity)
+def keys_of(s, there, k_lens, starts, after, capacity, new, O: tl.constexpr):
+    """(where positions begin, keys, how many follow elsewhere) of sequence s. No key lies before 0, whatever begins there.
+
+    new: how many more there will be than k_lens says, where the launch stores them (NEW).
+    """
+    used = tl.load(k_lens + s, mask=there, other=0)
+    if O.NEW:
+        used += tl.where(there, new, 0)
+    used = tl.minimum(tl.maximum(used, 0), capacity)
     start = s * 0
     if O.STARTS:
         start = tl.load(starts + s, mask=there, other=0)
@@ -310,6 +317,51 @@ def seen(tile, start, q_used, k_used, left, right, diagonal, O: tl.constexpr):
 
 
 @triton.jit
+def store_new(
+    k, v, K, V, new_k, new_v, table, s, kv, there, k_lens, first, stop, q_used, capacity, pool, positions, cos, sin, status,
+    k_b, k_r, v_b, v_r, new_b, new_h, new_r, w_b, w_h, w_r, O: tl.constexpr,
+):  # fmt: skip
+    """Of a sequence's new tokens those at [first, stop): a head's keys and values, turned, to their places.
+
+    Whoever attends to those keys stores them, before it loads any: programs with other queries of the same keys store the
+    same. new_k (B, Hkv, q_len, D); new_v None where V lies in K. Tokens past the end, or on a page that is not there, are
+    noted and not stored.
+    """
+    NEW: tl.constexpr = O.NEW
+    old = tl.load(k_lens + s, mask=there, other=0)
+    if there & ((old < 0) | (old + q_used > capacity)):
+        tl.atomic_or(status, PAST)
+    if there & (old < stop) & (old + q_used > first):
+        t = tl.arange(0, NEW)
+        row = old + t
+        inside = (t < q_used) & (row >= first) & (row < stop)
+        position = row
+        page = row * 0
+        if O.PAGE:
+            page = tl.load(table + row // O.PAGE, mask=inside, other=0)
+            is_page = (page >= 0) & (page < pool)
+            tl.atomic_or(status, BAD, mask=tl.max((inside & (is_page == 0)).to(tl.int32), 0) > 0)
+            inside = inside & is_page
+            row = row % O.PAGE
+        at = new_k + s.to(tl.int64) * new_b * 8
+        to = K + (page.to(tl.int64) * k_b * O.UNIT + row.to(tl.int64) * k_r * O.UNIT)[:, None]
+        columns = tl.arange(0, O.WIDTH)[None, :]
+        x = load_queries(at, new_h, new_r, t, kv + t * 0, inside, position, cos, sin, positions, 0, O.WIDTH, O)
+        tl.store(to + columns, x.to(k.dtype.element_ty), mask=inside[:, None] & (columns < O.D))
+        if O.REST:
+            columns = O.WIDTH + tl.arange(0, O.REST)[None, :]
+            x = load_queries(at, new_h, new_r, t, kv + t * 0, inside, position, cos, sin, positions, O.WIDTH, O.REST, O)
+            tl.store(to + columns, x.to(k.dtype.element_ty), mask=inside[:, None] & (columns < O.D))
+        if new_v is not None:
+            at = new_v + s.to(tl.int64) * w_b * 8 + kv.to(tl.int64) * w_h * 8 + (t.to(tl.int64) * w_r * 8)[:, None]
+            to = V + (page.to(tl.int64) * v_b * O.UNIT + row.to(tl.int64) * v_r * O.UNIT)[:, None]
+            columns = tl.arange(0, O.V_WIDTH)[None, :]
+            mask = inside[:, None] & (columns < O.DV)
+            tl.store(to + columns, tl.load(at + columns, mask=mask, other=0.0).to(v.dtype.element_ty), mask=mask)
+    tl.debug_barrier()  # the program's threads load what others of them have stored
+
+
+@triton.jit
 def put_part(o, lse, at, L, x, inside, in_memory, columns, O: tl.constexpr):
     """A part's results for merge_kernel, at its rows' places `at`."""
     tl.store(lse + at, L, mask=inside)
@@ -339,9 +391,10 @@ def follow_on(O: tl.constexpr):
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def piece_kernel(
-    o, lse, q, k, v, k_lens, pages, rows, starts, after, k_scale, v_scale, cos, sin, slopes, cu_q, q_lens, status,
+    o, lse, q, k, v, k_lens, pages, rows, starts, after, k_scale, v_scale, cos, sin, slopes, cu_q, q_lens, status, new_k, new_v,
     batch, kv_heads, q_len, capacity, slots, pool, table_width, positions, scale, softcap, left, right, slopes_b,
-    q_b, q_h, q_r, k_b, k_h, k_r, v_b, v_h, v_r, most, parts, sharers, tiles, O: tl.constexpr,
+    q_b, q_h, q_r, k_b, k_h, k_r, v_b, v_h, v_r, new_b, new_h, new_r, w_b, w_h, w_r, most, parts, sharers, tiles,
+    O: tl.constexpr,
 ):  # fmt: skip
     """A share of the pieces of one sequence and key/value head, for one tile of at most `most` queries.
 
@@ -355,8 +408,8 @@ def piece_kernel(
     kv = pid // (sharers * tiles) % kv_heads
     s = pid // (sharers * tiles * kv_heads)
     slot, there = slot_of(s, rows, slots, s < batch, status, O)
-    start, k_used, follow = keys_of(s, there, k_lens, starts, after, capacity, O)
     q_start, q_span, q_used = steps.extent(s, batch, q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
+    start, k_used, follow = keys_of(s, there, k_lens, starts, after, capacity, q_used, O)
     diagonal = k_used + follow - q_used
     lo, hi, free_lo, free_hi = seen(tile, start, q_used, k_used, left, right, diagonal, O)
     lowest = lo // O.PART
@@ -395,6 +448,11 @@ def piece_kernel(
         table = pages
         if O.PAGE:
             table += slot.to(tl.int64) * table_width
+        if O.NEW:
+            store_new(
+                k, v, K, V, new_k, new_v, table, s, kv, there, k_lens, first, stop, q_used, capacity, pool, positions, cos, sin,
+                status, k_b, k_r, v_b, v_r, new_b, new_h, new_r, w_b, w_h, w_r, O,
+            )  # fmt: skip
         # One loop over all of its pieces: a loop for each would fill the pipeline anew.
         at = ((s.to(tl.int64) * (kv_heads * O.GROUP) + head) * most + t) * parts
         columns = tl.arange(0, O.V_WIDTH)
@@ -453,8 +511,8 @@ def merge_kernel(
     s = pid // (SLICES * most * kv_heads * O.GROUP)
     # These are older than piece_kernel's beginning, which has waited for them.
     _slot, there = slot_of(s, rows, slots, s < batch, status, O)
-    start, k_used, follow = keys_of(s, there, k_lens, starts, after, capacity, O)
     q_start, q_span, q_used = steps.extent(s, batch, q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
+    start, k_used, follow = keys_of(s, there, k_lens, starts, after, capacity, q_used, O)
     if O.EARLY:
         gdc_wait()
     if (q_span <= most) & (t < q_span):
@@ -516,9 +574,9 @@ def merge_kernel(
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def whole_kernel(
-    o, lse, q, k, v, k_lens, pages, rows, starts, after, k_scale, v_scale, cos, sin, slopes, sink, cu_q, q_lens, status,
-    batch, kv_heads, q_len, capacity, slots, pool, table_width, positions, scale, softcap, left, right, slopes_b,
-    q_b, q_h, q_r, k_b, k_h, k_r, v_b, v_h, v_r, o_b, o_h, o_r, most, O: tl.constexpr,
+    o, lse, q, k, v, k_lens, pages, rows, starts, after, k_scale, v_scale, cos, sin, slopes, sink, cu_q, q_lens, status, new_k,
+    new_v, batch, kv_heads, q_len, capacity, slots, pool, table_width, positions, scale, softcap, left, right, slopes_b,
+    q_b, q_h, q_r, k_b, k_h, k_r, v_b, v_h, v_r, new_b, new_h, new_r, w_b, w_h, w_r, o_b, o_h, o_r, most, O: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries, of sequences of more than `most`: o, and lse as natural logarithm."""
     follow_on(O)
@@ -529,8 +587,8 @@ def whole_kernel(
     tile = first // QUERIES * PARTS + part % PARTS
     known = s < batch
     slot, there = slot_of(s, rows, slots, known, status, O)
-    start, k_used, follow = keys_of(s, there, k_lens, starts, after, capacity, O)
     q_start, q_span, q_used = steps.extent(s, batch, q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
+    start, k_used, follow = keys_of(s, there, k_lens, starts, after, capacity, q_used, O)
     if (first < q_span) & ((q_span > most) | (known == 0)):
         q_tile, rest, t, head, inside, diagonal, slope = asked(
             q, s * known, kv, tile, q_start, q_used, start, follow, k_used, q_b, q_h, q_r, cos, sin, positions, slopes,
@@ -548,6 +606,11 @@ def whole_kernel(
         table = pages
         if O.PAGE:
             table += slot.to(tl.int64) * table_width
+        if O.NEW:
+            store_new(
+                k, v, K, V, new_k, new_v, table, s, kv, there, k_lens, lo, hi, q_used, capacity, pool, positions, cos, sin,
+                status, k_b, k_r, v_b, v_r, new_b, new_h, new_r, w_b, w_h, w_r, O,
+            )  # fmt: skip
         KEYS: tl.constexpr = O.KEYS
         bad = tl.zeros((KEYS,), tl.int32)
         acc, m, l = nothing(O)

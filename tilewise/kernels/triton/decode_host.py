@@ -61,6 +61,7 @@ class Options:
     V_IN_K: bool
     PACKED: bool
     Q_LENS: bool
+    NEW: int  # new tokens that the launch stores, at most, a power of two; or 0
     SLOTS: bool  # sequences say which slot they have
     SHARED: bool  # all have the first one
     STARTS: bool
@@ -81,7 +82,7 @@ class Options:
     @classmethod
     def of(
         cls, problem: Problem, cfg: config.Config, unit: int, fp32: str, columns: int, chapters: int = 1, part: int = 0,
-        alone: bool = False,
+        alone: bool = False, new: bool = False,
     ) -> Options:  # fmt: skip
         cache = problem.cache
         assert cache is not None
@@ -94,7 +95,7 @@ class Options:
             PIECE=cfg.piece, BLOCK=config.BLOCK, CHAPTER=config.CHAPTER, PART=part or config.CHAPTER, ALONE=alone, COLUMNS=columns,
             AT_ONCE=min(AT_ONCE, 1 << (chapters - 1).bit_length()), PAGE=cache.page_size, UNIT=unit, FP8=fp8,
             SCALES=cache.scales, V_IN_K=config.v_in_k(problem), PACKED=problem.q_layout is Layout.PACKED,
-            Q_LENS=problem.q_lens, SLOTS=cache.rows and not cache.shared, SHARED=cache.shared, STARTS=cache.starts,
+            Q_LENS=problem.q_lens, NEW=max(2, 1 << (problem.q_len - 1).bit_length()) if new else 0, SLOTS=cache.rows and not cache.shared, SHARED=cache.shared, STARTS=cache.starts,
             AFTER=cache.after, R=cache.rotary_dim, INTERLEAVED=cache.rotary == "interleaved",
             LEFT=problem.band.left is not None, RIGHT=problem.band.right is not None,
             RAW=problem.scale > 0 and not (problem.softcap or problem.alibi or cache.scales or as_fp16),
@@ -114,8 +115,29 @@ class Plan(NamedTuple):
     room: tuple[int, int]
 
 
-def attend(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, Tensor]:
-    """o (`problem.o_shape`, as q lies) and lse of queries that are the last tokens of aux.k_lens keys in the storage k, v."""
+@lru_cache(maxsize=READY)
+def appends_too(problem: Problem) -> bool:
+    """Whether `attend` stores new tokens itself: few, dense, each of which some query sees, and which nothing precedes."""
+    cache = problem.cache
+    assert cache is not None
+    left, right = problem.band.left, problem.band.right
+    own = (left is None or left >= 0) and (right is None or right >= 0) and problem.band.align == "bottom_right"
+    plain = (
+        cache.dtype is not FP8
+        and cache.slots > 0
+        and problem.k_len > 0
+        and not (cache.starts or cache.after or cache.shared or cache.partial)
+    )
+    return own and plain and problem.q_layout is not Layout.PACKED and 0 < problem.q_len <= config.SHORT
+
+
+def attend(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux, new: tuple[Tensor, Tensor | None] | None = None
+) -> tuple[Tensor, Tensor]:
+    """o (`problem.o_shape`, as q lies) and lse of queries that are the last tokens of aux.k_lens keys in the storage k, v.
+
+    new: keys and values that are stored behind those by the same launch, where it `appends_too`.
+    """
     cache = problem.cache
     assert cache is not None
     o = empty(problem.o_shape, q, torch.float32 if cache.partial else None)
@@ -136,18 +158,15 @@ def attend(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple
         )
     (q,), of_q = dense_rows(q)
     *turns, positions = _turns(aux)
+    fresh: tuple[Tensor | None, Tensor | None] = None, None
+    of_new: tuple[Strides, ...] = ()
+    if new is not None:
+        rows, of_rows = dense_rows(*(x for x in new if x is not None))
+        fresh, of_new = (rows[0], rows[1] if len(rows) == 2 else None), tuple(of_rows)
     plan = plan_of(
-        problem,
-        precision(problem),
-        unit,
-        q.device,
-        *of_q,
-        k.stride(),
-        v.stride(),
-        o.stride(),
-        _slopes_b(aux),
-        positions,
-    )
+        problem, precision(problem), unit, q.device, *of_q, k.stride(), v.stride(), o.stride(), _slopes_b(aux), positions,
+        *of_new,
+    )  # fmt: skip
     where = aux.k_lens, aux.pages, aux.rows, aux.starts, aux.after
     if plan.pieces is not None and plan.merge is not None:
         of_o, of_lse = plan.room
@@ -166,6 +185,7 @@ def attend(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple
             aux.cu_q,
             aux.q_lens,
             aux.status,
+            *fresh,
         )
         plan.merge(
             o, lse, o_pieces, lse_pieces, aux.k_lens, aux.rows, aux.starts, aux.after, aux.v_scale, aux.sink, aux.cu_q,
@@ -187,6 +207,7 @@ def attend(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple
             aux.cu_q,
             aux.q_lens,
             aux.status,
+            *fresh,
         )
     return o, lse
 
@@ -230,7 +251,7 @@ def _turn_of(problem: Problem, positions: int, of_q: Strides, of_o: Strides) -> 
 @lru_cache(maxsize=READY)
 def plan_of(
     problem: Problem, fp32: str, unit: int, device: torch.device, of_q: Strides, of_k: Strides, of_v: Strides, of_o: Strides,
-    slopes_b: int, positions: int,
+    slopes_b: int, positions: int, *of_new: Strides,
 ) -> Plan:  # fmt: skip
     cache = problem.cache
     assert cache is not None
@@ -243,6 +264,7 @@ def plan_of(
         problem.batch, problem.kv_heads, problem.q_len, problem.k_len, *storage, positions, problem.scale * LOG2E,
         problem.softcap * LOG2E, left, right, slopes_b, *strides(of_q),
         *(n // unit for stride in (of_k, of_v) for n in stride[:3]),
+        *strides(*of_new), *(0,) * (3 * (2 - len(of_new))),
     )  # fmt: skip
     to_o = (0, of_o[1], of_o[0]) if packed else of_o[:3]
     at_pieces = at_end = whole = None
@@ -261,7 +283,7 @@ def plan_of(
     if split and not direct:
         parts, chapters = (-(-problem.k_len // n) for n in (part, config.CHAPTER))
         rows = problem.batch * problem.heads * most
-        options = Options.of(problem, cfg, unit, fp32, _columns(problem.v_dim), chapters, part, alone)
+        options = Options.of(problem, cfg, unit, fp32, _columns(problem.v_dim), chapters, part, alone, bool(of_new))
         at_pieces = Ready(
             piece_kernel,
             (sequences * sharers,),
@@ -281,7 +303,9 @@ def plan_of(
         room = rows * parts * problem.v_dim, rows * parts
     if packed or not split or direct:
         cfg = config.choose(problem, True, unit > 1) if packed else cfg
-        options = Options.of(problem, cfg, unit, fp32, columns=0, part=part if direct else 0)
+        options = Options.of(
+            problem, cfg, unit, fp32, columns=0, part=part if direct else 0, new=direct and bool(of_new)
+        )
         slices = -(-problem.group // cfg.rows)
         queries = max(1, cfg.rows // problem.group)
         tiles = problem.q_len // queries + problem.batch + 1 if packed else problem.batch * -(-problem.q_len // queries)
