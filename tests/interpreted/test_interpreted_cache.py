@@ -158,6 +158,60 @@ def test_new_keys_stored_by_the_same_launch_are_as_if_by_their_own(
     assert bool(int(found[0][5]) & PAST_END) == past_end
 
 
+STRANGE = {  # (lengths, q_lens, heads of q, pages)
+    "negative": ((-1, 5), None, 2, None), "negative, in part": ((-2, 5), None, 2, None),
+    "as large as numbers are": ((2**31 - 1, 5), None, 2, None), "full": ((64, 62), None, 2, None),
+    "none new": ((64, -1), (0, 0), 2, None), "one new": ((63, 64), (1, 0), 2, None),
+    "no heads": ((5, 40), None, 0, None), "no pages": ((5, 20), None, 2, 0), "bad pages": ((15, 5), None, 2, 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sms", [1, 1000])
+@pytest.mark.parametrize("name", STRANGE)
+def test_strange_lengths_are_noted_alike_by_one_launch_and_two(
+    name: str, sms: int, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    lengths, q_lens, heads, pages = STRANGE[name]
+    monkeypatch.setattr(decode_host, "_sms", lambda device: sms)
+    monkeypatch.setattr("tilewise.cache.checks_contents", lambda device: False)
+    found = []
+    for at_once in (True, False):
+        forget()
+        make = torch.Generator().manual_seed(0)
+        k, v = (
+            torch.randn(2 if pages is None else pages, 2, 64 if pages is None else 16, 16, generator=make) for _ in "kv"
+        )
+        table = None if pages is None else torch.tensor([[0, 1], [2, 7]], dtype=torch.int32)
+        cache = tilewise.KVCache(k, v, torch.tensor(lengths, dtype=torch.int32), table)
+        q, new_k, new_v = (torch.randn(2, n, 3, 16, generator=make) for n in (heads, 2, 2))
+        used = None if q_lens is None else torch.tensor(q_lens, dtype=torch.int32)
+        with monkeypatch.context() as patched:
+            if not at_once:
+                patched.setattr(tilewise.dispatch.backend(backend), "appends_too", lambda problem: False)
+            tilewise.attention_cached(q, cache, k=new_k, v=new_v, q_lens=used, backend=backend)
+        found.append((cache.k, cache.v, cache.lengths, cache.status))
+    forget()
+    for ours, theirs in zip(*found, strict=True):
+        assert same_bits(ours, theirs), (ours, theirs)
+
+
+@pytest.mark.parametrize("page", [None, 7, 32])
+def test_nan_in_left_padding_changes_no_bit(page: int | None, backend: str) -> None:
+    """Beside it in a tile of keys, too."""
+    results = []
+    for spoilt in (False, True):
+        call = replace(LONG, starts=(3, 0, 70), page=page).build()
+        cache = call.cache
+        for s, start in enumerate((3, 0, 70) if spoilt else ()):
+            for x in (cache.k, cache.v):
+                for j in range(start):
+                    where = (int(cache.pages[s, j // page]), j % page) if page else (s, j)
+                    x[where[0], :, where[1]] = torch.nan
+        results.append(call.run(backend))
+    for ours, theirs in zip(*results, strict=True):
+        assert same_bits(ours, theirs)
+
+
 @dataclass(frozen=True)
 class Columns:
     REST: int

@@ -44,7 +44,7 @@ def slot_of(s, rows, slots, known, status, O: tl.constexpr):
     if not O.SHARED:
         slot += s
         if O.SLOTS:
-            slot = tl.load(rows + s, mask=known, other=-1)
+            slot = tl.load(rows + s, mask=known, other=-1, cache_modifier=".cg")
             if slot >= slots:
                 tl.atomic_or(status, BAD)
     there = known & (slot >= 0) & (slot < slots)
@@ -55,18 +55,20 @@ def slot_of(s, rows, slots, known, status, O: tl.constexpr):
 def keys_of(s, there, k_lens, starts, after, capacity, new, O: tl.constexpr):
     """(where positions begin, keys, how many follow elsewhere) of sequence s. No key lies before 0, whatever begins there.
 
-    new: how many more there will be than k_lens says, where the launch stores them (NEW).
+    new: how many more there will be than k_lens says, where the launch stores them (NEW). Loads go past the L1: merge_kernel
+    asks before it waits.
     """
-    used = tl.load(k_lens + s, mask=there, other=0)
+    used = tl.load(k_lens + s, mask=there, other=0, cache_modifier=".cg")
+    used = tl.minimum(used, capacity)
     if O.NEW:
         used += tl.where(there, new, 0)
     used = tl.minimum(tl.maximum(used, 0), capacity)
     start = s * 0
     if O.STARTS:
-        start = tl.load(starts + s, mask=there, other=0)
+        start = tl.load(starts + s, mask=there, other=0, cache_modifier=".cg")
     follow = s * 0
     if O.AFTER:
-        follow = tl.load(after + s, mask=there, other=0)
+        follow = tl.load(after + s, mask=there, other=0, cache_modifier=".cg")
     return start, used, follow
 
 
@@ -93,9 +95,10 @@ def keys_at(x, slot, kv, x_b, x_h, O: tl.constexpr):
 
 @triton.jit
 def load_keys(
-    x, x_b, x_r, page, there, j0, end, COLUMN: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, O: tl.constexpr
+    x, x_b, x_r, page, there, j0, begin, end, COLUMN: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, O: tl.constexpr
 ):  # fmt: skip
-    """Columns [COLUMN, COLUMN + WIDTH) of the keys [j0, j0 + KEYS): zeros from DIM on, past `end`, and where no page is there.
+    """Columns [COLUMN, COLUMN + WIDTH) of the keys [j0, j0 + KEYS): zeros from DIM on, outside [begin, end), and where no page
+    is there. What lies outside may be NaN.
 
     x: `keys_at`. Strides: in units of UNIT elements (`decode_host._unit`).
     """
@@ -104,10 +107,14 @@ def load_keys(
     if O.PAGE == 0:
         at = x + tl.cast(j0, tl.int64) * x_r * O.UNIT + (rows.to(tl.int64)[:, None] * (x_r * O.UNIT) + columns[None, :])
         inside = (rows < end - j0)[:, None]
+        if O.STARTS:
+            inside = inside & (rows >= begin - j0)[:, None]
     elif O.PAGE % O.KEYS == 0:
         first = tl.cast(page, tl.int64) * (x_b * O.UNIT) + tl.cast(j0 % O.PAGE, tl.int64) * (x_r * O.UNIT)
         at = x + first + (rows.to(tl.int64)[:, None] * (x_r * O.UNIT) + columns[None, :])
         inside = (rows < tl.where(there, end - j0, 0))[:, None]
+        if O.STARTS:
+            inside = inside & (rows >= begin - j0)[:, None]
     else:
         first = tl.cast(page, tl.int64) * (x_b * O.UNIT) + ((j0 + rows) % O.PAGE).to(tl.int64) * (x_r * O.UNIT)
         at = x + (first[:, None] + columns[None, :])
@@ -197,11 +204,11 @@ def attend_keys(
             there = inside
         else:
             edge = edge | (there == 0)
-    k_tile = load_keys(k, k_b, k_r, page, there, j0, hi, 0, O.WIDTH, O.D, O)
+    k_tile = load_keys(k, k_b, k_r, page, there, j0, lo, hi, 0, O.WIDTH, O.D, O)
     k_cast = k_tile.to(q.dtype)
     S = steps.product((q,), (k_cast.T,), None, O)
     if O.REST:
-        k_rest = load_keys(k, k_b, k_r, page, there, j0, hi, O.WIDTH, O.REST, O.D, O)
+        k_rest = load_keys(k, k_b, k_r, page, there, j0, lo, hi, O.WIDTH, O.REST, O.D, O)
         S = steps.product((rest,), (k_rest.to(q.dtype).T,), S, O)
     S, _ = steps.scaled(S, scale, softcap, O)
     i = t[:, None]
@@ -214,7 +221,7 @@ def attend_keys(
     if O.V_IN_K:
         v_cast = k_cast
     else:
-        v_cast = load_keys(v, v_b, v_r, page, there, j0, hi, 0, O.V_WIDTH, O.DV, O).to(q.dtype)
+        v_cast = load_keys(v, v_b, v_r, page, there, j0, lo, hi, 0, O.V_WIDTH, O.DV, O).to(q.dtype)
     o = steps.product((P.to(q.dtype),), (v_cast,), o * alpha[:, None], O)
     return o, m, l, bad
 
@@ -317,21 +324,27 @@ def seen(tile, start, q_used, k_used, left, right, diagonal, O: tl.constexpr):
 
 
 @triton.jit
+def note_past(s, there, k_lens, q_used, capacity, status):
+    """New tokens that have no room, in the status: without an overflow, whatever the length is."""
+    old = tl.load(k_lens + s, mask=there, other=0)
+    if there & (q_used > 0) & ((old < 0) | (old > capacity - q_used)):
+        tl.atomic_or(status, PAST)
+
+
+@triton.jit
 def store_new(
-    k, v, K, V, new_k, new_v, table, s, kv, there, k_lens, first, stop, q_used, capacity, pool, positions, cos, sin, status,
+    k, v, K, V, new_k, new_v, table, s, kv, there, k_lens, first, stop, q_used, pool, positions, cos, sin, status,
     k_b, k_r, v_b, v_r, new_b, new_h, new_r, w_b, w_h, w_r, O: tl.constexpr,
 ):  # fmt: skip
     """Of a sequence's new tokens those at [first, stop): a head's keys and values, turned, to their places.
 
     Whoever attends to those keys stores them, before it loads any: programs with other queries of the same keys store the
-    same. new_k (B, Hkv, q_len, D); new_v None where V lies in K. Tokens past the end, or on a page that is not there, are
-    noted and not stored.
+    same. new_k (B, Hkv, q_len, D); new_v None where V lies in K. Tokens past the end (`note_past`), or on a page that is not
+    there, are noted and not stored.
     """
     NEW: tl.constexpr = O.NEW
     old = tl.load(k_lens + s, mask=there, other=0)
-    if there & ((old < 0) | (old + q_used > capacity)):
-        tl.atomic_or(status, PAST)
-    if there & (old < stop) & (old + q_used > first):
+    if there & (old < stop) & (old > first - q_used):
         t = tl.arange(0, NEW)
         row = old + t
         inside = (t < q_used) & (row >= first) & (row < stop)
@@ -410,6 +423,8 @@ def piece_kernel(
     slot, there = slot_of(s, rows, slots, s < batch, status, O)
     q_start, q_span, q_used = steps.extent(s, batch, q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
     start, k_used, follow = keys_of(s, there, k_lens, starts, after, capacity, q_used, O)
+    if O.NEW:
+        note_past(s, there, k_lens, q_used, capacity, status)
     diagonal = k_used + follow - q_used
     lo, hi, free_lo, free_hi = seen(tile, start, q_used, k_used, left, right, diagonal, O)
     lowest = lo // O.PART
@@ -450,7 +465,7 @@ def piece_kernel(
             table += slot.to(tl.int64) * table_width
         if O.NEW:
             store_new(
-                k, v, K, V, new_k, new_v, table, s, kv, there, k_lens, first, stop, q_used, capacity, pool, positions, cos, sin,
+                k, v, K, V, new_k, new_v, table, s, kv, there, k_lens, first, stop, q_used, pool, positions, cos, sin,
                 status, k_b, k_r, v_b, v_r, new_b, new_h, new_r, w_b, w_h, w_r, O,
             )  # fmt: skip
         # One loop over all of its pieces: a loop for each would fill the pipeline anew.
@@ -509,11 +524,13 @@ def merge_kernel(
     t = pid // SLICES % most
     head = pid // (SLICES * most) % (kv_heads * O.GROUP)
     s = pid // (SLICES * most * kv_heads * O.GROUP)
-    # These are older than piece_kernel's beginning, which has waited for them.
+    # These are older than piece_kernel's beginning, which has waited for them; those of `steps.extent` may be in the L1.
+    if O.EARLY and (O.PACKED or O.Q_LENS):
+        gdc_wait()
     _slot, there = slot_of(s, rows, slots, s < batch, status, O)
     q_start, q_span, q_used = steps.extent(s, batch, q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
     start, k_used, follow = keys_of(s, there, k_lens, starts, after, capacity, q_used, O)
-    if O.EARLY:
+    if O.EARLY and not (O.PACKED or O.Q_LENS):
         gdc_wait()
     if (q_span <= most) & (t < q_span):
         if O.GROUP <= O.ROWS:
@@ -589,6 +606,8 @@ def whole_kernel(
     slot, there = slot_of(s, rows, slots, known, status, O)
     q_start, q_span, q_used = steps.extent(s, batch, q_len, cu_q, q_lens, O.PACKED, O.Q_LENS)
     start, k_used, follow = keys_of(s, there, k_lens, starts, after, capacity, q_used, O)
+    if O.NEW:
+        note_past(s, there, k_lens, q_used, capacity, status)
     if (first < q_span) & ((q_span > most) | (known == 0)):
         q_tile, rest, t, head, inside, diagonal, slope = asked(
             q, s * known, kv, tile, q_start, q_used, start, follow, k_used, q_b, q_h, q_r, cos, sin, positions, slopes,
@@ -608,7 +627,7 @@ def whole_kernel(
             table += slot.to(tl.int64) * table_width
         if O.NEW:
             store_new(
-                k, v, K, V, new_k, new_v, table, s, kv, there, k_lens, lo, hi, q_used, capacity, pool, positions, cos, sin,
+                k, v, K, V, new_k, new_v, table, s, kv, there, k_lens, lo, hi, q_used, pool, positions, cos, sin,
                 status, k_b, k_r, v_b, v_r, new_b, new_h, new_r, w_b, w_h, w_r, O,
             )  # fmt: skip
         KEYS: tl.constexpr = O.KEYS

@@ -122,13 +122,10 @@ def appends_too(problem: Problem) -> bool:
     assert cache is not None
     left, right = problem.band.left, problem.band.right
     own = (left is None or left >= 0) and (right is None or right >= 0) and problem.band.align == "bottom_right"
-    plain = (
-        cache.dtype is not FP8
-        and cache.slots > 0
-        and problem.k_len > 0
-        and not (cache.starts or cache.after or cache.shared or cache.partial)
-    )
-    return own and plain and problem.q_layout is not Layout.PACKED and 0 < problem.q_len <= config.SHORT
+    some = problem.heads and problem.k_len and cache.slots and (cache.pages or not cache.page_size)
+    plain = cache.dtype is not FP8 and not (cache.starts or cache.after or cache.shared or cache.partial)
+    few = problem.q_layout is not Layout.PACKED and 0 < problem.q_len <= config.SHORT
+    return bool(own and some and plain and few)
 
 
 def attend(
