@@ -36,7 +36,6 @@ VALUES = 3  # cases a row
 
 CALLS: dict[str, tuple[int, int, Band]] = {  # head size, length, Band: each kind of its kernels
     "64": (64, 520, Band()), "64 causal": (64, 1000, causal), "64 causal, long": (64, 2304, causal),
-    "64 causal, brief": (64, 400, causal),
     "128": (128, 512, Band()), "128 causal": (128, 1024, causal), "128 window": (128, 777, Band(300, 5)),
     "256": (256, 300, Band()), "256 causal": (256, 640, causal),
 }  # fmt: skip

@@ -207,13 +207,9 @@ class KVCache:
     def _append(
         self, module: Any, problem: Problem, k: Tensor, v: Tensor | None, aux: Aux, places: Places | None
     ) -> None:
-        """Store, and then advance the lengths."""
-        module.append(problem, k, v, self.k, self.v, aux)
-        self._advance(problem, aux, places)
-
-    def _advance(self, problem: Problem, aux: Aux, places: Places | None) -> None:
-        """Both the cache's lengths and aux's, which without rows are one tensor."""
+        """Store, and then advance both the cache's lengths and aux's, which without rows are one tensor."""
         assert aux.k_lens is not None
+        module.append(problem, k, v, self.k, self.v, aux)
         n = _new(problem, aux)
         if places is None:
             self.lengths.add_(n).clamp_(0, self.shape.capacity)
@@ -242,17 +238,9 @@ def attend_cached(
     if prefix is not None:
         return _cascade(cache, prefix, problem, q, k, v, aux, places, backend)
     module = choose(problem, backend)
-    if k is not None and getattr(module, "appends_too", _never)(problem):
-        found = module.attend(problem, q, cache.k, cache.v, aux, (k, v))
-        cache._advance(problem, aux, places)
-        return found
     if k is not None:
         cache._append(module, problem, k, v, aux, places)
     return module.attend(problem, q, cache.k, cache.v, aux)
-
-
-def _never(problem: Problem) -> bool:
-    return False
 
 
 def _cascade(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +17,6 @@ from where import DEVICE, REHEARSAL, WHY_NOT_HOPPER, backend_of
 import tilewise
 from tilewise import Band, causal
 from tilewise.algorithm.dropout import keep
-from tilewise.kernels.hopper import config
 from tilewise.kernels.triton import backend as triton_backend
 from tilewise.problem import _checked
 
@@ -422,19 +421,8 @@ def test_packed_sequences_do_not_see_each_other(name: str) -> None:
         assert_same((found[0][here], found[1][:, here]), (o[here], lse[:, here]))
 
 
-@pytest.fixture
-def none_is_brief(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Short dense sequences have blocks of as many keys as packed ones, of which no length is known."""
-    from tilewise.kernels.hopper import host
-
-    monkeypatch.setattr(config, "BRIEF", 0)
-    host.launch_of.cache_clear()
-    yield
-    host.launch_of.cache_clear()
-
-
 @pytest.mark.parametrize("name", [name for name in OPTIONS if "lengths" not in name])
-def test_a_packed_sequence_has_the_bits_of_a_dense_one(name: str, none_is_brief: None) -> None:
+def test_a_packed_sequence_has_the_bits_of_a_dense_one(name: str) -> None:
     tensors, call = packed(name)
     o, lse = call(*tensors)
     for a, b in pairwise(ends_of(SPANS).tolist()):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 import tilewise
 from tilewise import Band, sliding_window
 from tilewise.kernels.triton import decode, decode_config, decode_host
-from tilewise.problem_cached import PAST_END
 
 LONG = CacheCase(stored=(300, 130, 213), room=320)
 NAMED = {
@@ -60,18 +58,14 @@ def runs(case: CacheCase) -> bool:
 SAMPLES = [seed for seed in range(140) if runs(sample(seed))]
 
 
-@pytest.fixture(params=["shared blocks", "whole chapters"])
+@pytest.fixture(params=["shared blocks", "whole blocks"])
 def sms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Small pieces; and programs enough to share each block, or so few that each has whole chapters."""
-    small_parts(monkeypatch, 128)
-    monkeypatch.setattr(decode_host, "_sms", lambda device: {"shared blocks": 1000, "whole chapters": 1}[request.param])
-    yield request.param
+    """Small pieces; and programs enough to share each block, or so few that each has whole ones."""
+    monkeypatch.setattr(decode_config, "PIECE", 32)
+    monkeypatch.setattr(decode_config, "BLOCK", 128)
     forget()
-
-
-def small_parts(monkeypatch: pytest.MonkeyPatch, chapter: int) -> None:
-    for name, keys in (("PIECE", 32), ("BLOCK", 64), ("CHAPTER", chapter)):
-        monkeypatch.setattr(decode_config, name, keys)
+    monkeypatch.setattr(decode_host, "_sms", lambda device: {"shared blocks": 1000, "whole blocks": 1}[request.param])
+    yield request.param
     forget()
 
 
@@ -91,17 +85,14 @@ def test_sampled(seed: int, backend: str) -> None:
     sample(seed).check(backend)
 
 
-@pytest.mark.parametrize("chapter", [128, 1024])
 @pytest.mark.parametrize("name", ["several blocks", "pages of 64, a window", "several queries, all on scores"])
-def test_who_merges_the_pieces_changes_no_bit(
-    name: str, chapter: int, monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
-    """Programs have pieces, blocks, chapters, or all keys of a sequence, which then are one chapter."""
-    small_parts(monkeypatch, chapter)
+def test_who_merges_the_pieces_changes_no_bit(name: str, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    monkeypatch.setattr(decode_config, "PIECE", 32)
+    monkeypatch.setattr(decode_config, "BLOCK", 128)
     results = []
-    for how in ((16, 32), (3, 64), (1, 64), (3, chapter), (1, chapter)):
+    for sms in (1, 3, 1000):
         forget()
-        monkeypatch.setattr(decode_host, "sharing_of", lambda *_, how=how: how)
+        monkeypatch.setattr(decode_host, "_sms", lambda device, sms=sms: sms)
         call = NAMED[name].build()
         results.append(call.run(backend))
         call.check_results(*results[-1])
@@ -109,107 +100,6 @@ def test_who_merges_the_pieces_changes_no_bit(
     for o, lse in results[1:]:
         assert same_bits(o, results[0][0])
         assert same_bits(lse, results[0][1])
-
-
-STORED_AT_ONCE = {
-    "plain": replace(LONG), "turned": replace(LONG, rotary="half", rotary_dim=12),
-    "3 queries in pages of 7": replace(LONG, new=(3, 1, 2), page=7, dtype=F16),
-    "5 queries in pages of 16": replace(LONG, new=(5, 5, 5), page=16, sink=True, softcap=5.0, slopes="bh"),
-    "16 queries, 16 heads": replace(LONG, new=(16, 16, 16), heads=16, kv_heads=1, band=sliding_window(70)),
-    "rows of 222 bytes": replace(LONG, dim=111, v_dim=72, dtype=F16),
-    "columns of 64 and 8": replace(
-        LONG, dim=72, v_dim=64, v_in_k=True, heads=16, kv_heads=1, dtype=F16
-    ),
-    "places of their own": replace(LONG, rows=(4, -1, 1)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("past_end", [False, True])
-@pytest.mark.parametrize("name", STORED_AT_ONCE)
-def test_new_keys_stored_by_the_same_launch_are_as_if_by_their_own(
-    name: str, past_end: bool, sms: str, monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
-    """To the last bit: results, storage, lengths, status. past_end: of one sequence some do not fit."""
-    found = []
-    module = tilewise.dispatch.backend(backend)
-    append, launches = module.append, []
-
-    def noted(*args: Any) -> None:
-        launches.append("append")
-        append(*args)
-
-    for at_once in (True, False):
-        call = STORED_AT_ONCE[name].build()
-        if past_end:
-            call.cache.lengths[1 if call.case.rows is None else call.case.rows[2]] = (
-                call.cache.shape.capacity - call.case.new[1] + 1
-            )
-        with monkeypatch.context() as patched:
-            patched.setattr("tilewise.cache.checks_contents", lambda device: False)
-            patched.setattr(module, "append", noted)
-            if not at_once:
-                patched.setattr(module, "appends_too", lambda problem: False)
-            o, lse = call.run(backend)
-        assert launches == ([] if at_once else ["append"])
-        cache = call.cache
-        found.append((o, lse, cache.k, cache.v, cache.lengths, cache.status))
-    for ours, theirs in zip(*found, strict=True):
-        assert same_bits(ours, theirs)
-    assert bool(int(found[0][5]) & PAST_END) == past_end
-
-
-STRANGE = {  # (lengths, q_lens, heads of q, pages)
-    "negative": ((-1, 5), None, 2, None), "negative, in part": ((-2, 5), None, 2, None),
-    "as large as numbers are": ((2**31 - 1, 5), None, 2, None), "full": ((64, 62), None, 2, None),
-    "none new": ((64, -1), (0, 0), 2, None), "one new": ((63, 64), (1, 0), 2, None),
-    "no heads": ((5, 40), None, 0, None), "no pages": ((5, 20), None, 2, 0), "bad pages": ((15, 5), None, 2, 3),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("sms", [1, 1000])
-@pytest.mark.parametrize("name", STRANGE)
-def test_strange_lengths_are_noted_alike_by_one_launch_and_two(
-    name: str, sms: int, monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
-    lengths, q_lens, heads, pages = STRANGE[name]
-    monkeypatch.setattr(decode_host, "_sms", lambda device: sms)
-    monkeypatch.setattr("tilewise.cache.checks_contents", lambda device: False)
-    found = []
-    for at_once in (True, False):
-        forget()
-        make = torch.Generator().manual_seed(0)
-        k, v = (
-            torch.randn(2 if pages is None else pages, 2, 64 if pages is None else 16, 16, generator=make) for _ in "kv"
-        )
-        table = None if pages is None else torch.tensor([[0, 1], [2, 7]], dtype=torch.int32)
-        cache = tilewise.KVCache(k, v, torch.tensor(lengths, dtype=torch.int32), table)
-        q, new_k, new_v = (torch.randn(2, n, 3, 16, generator=make) for n in (heads, 2, 2))
-        used = None if q_lens is None else torch.tensor(q_lens, dtype=torch.int32)
-        with monkeypatch.context() as patched:
-            if not at_once:
-                patched.setattr(tilewise.dispatch.backend(backend), "appends_too", lambda problem: False)
-            tilewise.attention_cached(q, cache, k=new_k, v=new_v, q_lens=used, backend=backend)
-        found.append((cache.k, cache.v, cache.lengths, cache.status))
-    forget()
-    for ours, theirs in zip(*found, strict=True):
-        assert same_bits(ours, theirs), (ours, theirs)
-
-
-@pytest.mark.parametrize("page", [None, 7, 32])
-def test_nan_in_left_padding_changes_no_bit(page: int | None, backend: str) -> None:
-    """Beside it in a tile of keys, too."""
-    results = []
-    for spoilt in (False, True):
-        call = replace(LONG, starts=(3, 0, 70), page=page).build()
-        cache = call.cache
-        for s, start in enumerate((3, 0, 70) if spoilt else ()):
-            for x in (cache.k, cache.v):
-                for j in range(start):
-                    where = (int(cache.pages[s, j // page]), j % page) if page else (s, j)
-                    x[where[0], :, where[1]] = torch.nan
-        results.append(call.run(backend))
-    for ours, theirs in zip(*results, strict=True):
-        assert same_bits(ours, theirs)
 
 
 @dataclass(frozen=True)

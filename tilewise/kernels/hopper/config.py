@@ -8,9 +8,8 @@ from ...problem import Layout, Problem
 
 PIECE = 64  # rows of a consumer warpgroup
 WIDTHS = (64, 96, 128, 192, 256)  # columns of a tile: heads of another size are filled up with zeros by TMA
-KINDS = ("brief", "short", "long")
+KINDS = ("short", "long")
 LONG = 2048  # keys from which a problem is
-BRIEF = 512  # keys to which it is, under a Band
 MOST_KEYS = 128  # of a block
 RUN = 16  # rows that share dropout's words
 SHARED = 227 * 1024  # bytes that a block may take on sm90
@@ -61,12 +60,9 @@ class Row:
     long: Config
     evidence: str
     short: Config | None = None  # if another
-    brief: Config | None = None  # if another than short
 
     def config(self, kind: str) -> Config:
         """The Config of one of KINDS."""
-        if kind == "brief":
-            return self.brief or self.config("short")
         return self.short if kind == "short" and self.short is not None else self.long
 
 
@@ -77,10 +73,8 @@ TABLE: dict[tuple[int, int], Row] = {
     (64, 64): Row(
         Config(192, 128, 2, 2, half=True),
         "full 529 at 2k, 557 at 16k; causal 439, 540. 128 rows: 473, 466; 410, 462; with whole blocks only causal 432, 527."
-        " Brief: causal at 512 1.085 of blocks of 128 keys in three stages, 1.06 of four."
         " Short: full 411 at 512, 452 at 1k, causal 242, 341; 192 rows 395, 454, 213, 323; Q in shared memory 384, 433, 234, 334",
         short=Config(128, 128, 3, 1, half=True, q_in_registers=True),
-        brief=Config(128, 64, 4, 1, q_in_registers=True),
     ),
     (96, 96): Row(
         Config(128, 128, 2, 1, half=True, q_in_registers=True),
@@ -120,18 +114,9 @@ def chunk(wide: int, other: int) -> int:
 
 
 def kind_of(problem: Problem) -> str:
-    """Which of KINDS serves the problem. Of packed sequences no length is known, and a BlockMask's tiles have 128 rows.
-
-    Brief: few blocks, of which a Band's edge makes one or two half empty, so that smaller ones are less to do.
-    """
+    """Which of KINDS serves the problem. Of packed sequences no length is known, and a BlockMask's tiles have 128 rows."""
     if problem.mask == "blocks":
         return "short"
-    if (
-        problem.k_len <= BRIEF
-        and problem.q_layout is not Layout.PACKED
-        and not (problem.band.is_full or problem.dropout_p)
-    ):
-        return "brief"
     return "long" if problem.k_len >= LONG or problem.q_layout is Layout.PACKED else "short"
 
 

@@ -62,17 +62,9 @@ def append(problem: Problem, k_new: Tensor, v_new: Tensor | None, k: Tensor, v: 
     _decode_host().append(problem, k_new, v_new, k, v, aux)
 
 
-def attend(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux, new: tuple[Tensor, Tensor | None] | None = None
-) -> tuple[Tensor, Tensor]:
-    """o (`problem.o_shape`) and lse of queries that are the last tokens of aux.k_lens keys in the storage k, v; new: and of
-    these, which the same launch stores, where it `appends_too`."""
-    return _decode_host().attend(problem, q, k, v, aux, new)
-
-
-def appends_too(problem: Problem) -> bool:
-    """Whether `attend` takes new keys and values."""
-    return _decode_host().appends_too(problem)
+def attend(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, Tensor]:
+    """o (`problem.o_shape`) and lse of queries that are the last tokens of aux.k_lens keys in the storage k, v."""
+    return _decode_host().attend(problem, q, k, v, aux)
 
 
 @cache

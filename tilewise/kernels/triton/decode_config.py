@@ -18,7 +18,6 @@ from .config import SHARED_KIB
 SHORT = 16  # queries of a sequence that are asked piece by piece; more are asked of all keys at once
 PIECE = 512  # keys
 BLOCK = 2048  # keys of a block of pieces
-CHAPTER = 8192  # keys of a chapter of blocks
 KIB = 1024
 
 

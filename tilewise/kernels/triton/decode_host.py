@@ -30,9 +30,7 @@ EARLY = ("sm90", "sm100", "sm103", "sm120", "sm121")
 # Elements of a tile's result. Of more, a block's accumulator beside it would spill, and to store it amid the loop takes
 # shared memory beside that of the keys in flight: each program has one piece, and stores it at its end.
 NARROW = 16 * 256
-# Of a chapter beside it, too, in which blocks are merged; fp32 tiles, which are split for their products, leave no room for it.
-NARROWEST = 16 * 128
-AT_ONCE = 32  # chapters that are merged in one step, at most
+AT_ONCE = 32  # blocks that are merged in one step, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +47,7 @@ class Options:
     KEYS: int
     PIECE: int  # keys
     BLOCK: int  # keys of a block of pieces
-    CHAPTER: int  # keys of a chapter of blocks
-    PART: int  # keys of what a program has one or more of, and merge_kernel merges: one of these three
+    JOINED: bool  # a program has whole blocks, and merges their pieces
     ALONE: bool  # a program has one piece
     COLUMNS: int  # of a program of merge_kernel, append_kernel
     AT_ONCE: int
@@ -61,7 +58,6 @@ class Options:
     V_IN_K: bool
     PACKED: bool
     Q_LENS: bool
-    NEW: int  # new tokens that the launch stores, at most, a power of two; or 0
     SLOTS: bool  # sequences say which slot they have
     SHARED: bool  # all have the first one
     STARTS: bool
@@ -77,12 +73,12 @@ class Options:
     AS_FP16: bool  # bf16 queries of fp8 keys: products are of fp16 (`decode.as_fp16`)
     HEADROOM: int
     PRECISION: str
-    EARLY: bool  # kernels are launched while the one before runs, and wait for it themselves (Hopper on)
+    EARLY: bool  # merge_kernel is launched while pieces are worked on, and waits for them itself (Hopper on)
 
     @classmethod
     def of(
-        cls, problem: Problem, cfg: config.Config, unit: int, fp32: str, columns: int, chapters: int = 1, part: int = 0,
-        alone: bool = False, new: bool = False,
+        cls, problem: Problem, cfg: config.Config, unit: int, fp32: str, columns: int, blocks: int = 1, joined: bool = False,
+        alone: bool = False,
     ) -> Options:  # fmt: skip
         cache = problem.cache
         assert cache is not None
@@ -92,10 +88,9 @@ class Options:
         return cls(
             D=problem.qk_dim, DV=problem.v_dim, WIDTH=wide, REST=rest,
             V_WIDTH=wide if config.v_in_k(problem) else v_wide, GROUP=problem.group, ROWS=cfg.rows, KEYS=cfg.keys,
-            PIECE=cfg.piece, BLOCK=config.BLOCK, CHAPTER=config.CHAPTER, PART=part or config.CHAPTER, ALONE=alone, COLUMNS=columns,
-            AT_ONCE=min(AT_ONCE, 1 << (chapters - 1).bit_length()), PAGE=cache.page_size, UNIT=unit, FP8=fp8,
+            PIECE=cfg.piece, BLOCK=config.BLOCK, JOINED=joined, ALONE=alone, COLUMNS=columns, AT_ONCE=min(AT_ONCE, 1 << (blocks - 1).bit_length()), PAGE=cache.page_size, UNIT=unit, FP8=fp8,
             SCALES=cache.scales, V_IN_K=config.v_in_k(problem), PACKED=problem.q_layout is Layout.PACKED,
-            Q_LENS=problem.q_lens, NEW=max(2, 1 << (problem.q_len - 1).bit_length()) if new else 0, SLOTS=cache.rows and not cache.shared, SHARED=cache.shared, STARTS=cache.starts,
+            Q_LENS=problem.q_lens, SLOTS=cache.rows and not cache.shared, SHARED=cache.shared, STARTS=cache.starts,
             AFTER=cache.after, R=cache.rotary_dim, INTERLEAVED=cache.rotary == "interleaved",
             LEFT=problem.band.left is not None, RIGHT=problem.band.right is not None,
             RAW=problem.scale > 0 and not (problem.softcap or problem.alibi or cache.scales or as_fp16),
@@ -115,26 +110,8 @@ class Plan(NamedTuple):
     room: tuple[int, int]
 
 
-@lru_cache(maxsize=READY)
-def appends_too(problem: Problem) -> bool:
-    """Whether `attend` stores new tokens itself: few, dense, each of which some query sees, and which nothing precedes."""
-    cache = problem.cache
-    assert cache is not None
-    left, right = problem.band.left, problem.band.right
-    own = (left is None or left >= 0) and (right is None or right >= 0) and problem.band.align == "bottom_right"
-    some = problem.heads and problem.k_len and cache.slots and (cache.pages or not cache.page_size)
-    plain = cache.dtype is not FP8 and not (cache.starts or cache.after or cache.shared or cache.partial)
-    few = problem.q_layout is not Layout.PACKED and 0 < problem.q_len <= config.SHORT
-    return bool(own and some and plain and few)
-
-
-def attend(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux, new: tuple[Tensor, Tensor | None] | None = None
-) -> tuple[Tensor, Tensor]:
-    """o (`problem.o_shape`, as q lies) and lse of queries that are the last tokens of aux.k_lens keys in the storage k, v.
-
-    new: keys and values that are stored behind those by the same launch, where it `appends_too`.
-    """
+def attend(problem: Problem, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, Tensor]:
+    """o (`problem.o_shape`, as q lies) and lse of queries that are the last tokens of aux.k_lens keys in the storage k, v."""
     cache = problem.cache
     assert cache is not None
     o = empty(problem.o_shape, q, torch.float32 if cache.partial else None)
@@ -155,15 +132,18 @@ def attend(
         )
     (q,), of_q = dense_rows(q)
     *turns, positions = _turns(aux)
-    fresh: tuple[Tensor | None, Tensor | None] = None, None
-    of_new: tuple[Strides, ...] = ()
-    if new is not None:
-        rows, of_rows = dense_rows(*(x for x in new if x is not None))
-        fresh, of_new = (rows[0], rows[1] if len(rows) == 2 else None), tuple(of_rows)
     plan = plan_of(
-        problem, precision(problem), unit, q.device, *of_q, k.stride(), v.stride(), o.stride(), _slopes_b(aux), positions,
-        *of_new,
-    )  # fmt: skip
+        problem,
+        precision(problem),
+        unit,
+        q.device,
+        *of_q,
+        k.stride(),
+        v.stride(),
+        o.stride(),
+        _slopes_b(aux),
+        positions,
+    )
     where = aux.k_lens, aux.pages, aux.rows, aux.starts, aux.after
     if plan.pieces is not None and plan.merge is not None:
         of_o, of_lse = plan.room
@@ -182,7 +162,6 @@ def attend(
             aux.cu_q,
             aux.q_lens,
             aux.status,
-            *fresh,
         )
         plan.merge(
             o, lse, o_pieces, lse_pieces, aux.k_lens, aux.rows, aux.starts, aux.after, aux.v_scale, aux.sink, aux.cu_q,
@@ -204,7 +183,6 @@ def attend(
             aux.cu_q,
             aux.q_lens,
             aux.status,
-            *fresh,
         )
     return o, lse
 
@@ -248,7 +226,7 @@ def _turn_of(problem: Problem, positions: int, of_q: Strides, of_o: Strides) -> 
 @lru_cache(maxsize=READY)
 def plan_of(
     problem: Problem, fp32: str, unit: int, device: torch.device, of_q: Strides, of_k: Strides, of_v: Strides, of_o: Strides,
-    slopes_b: int, positions: int, *of_new: Strides,
+    slopes_b: int, positions: int,
 ) -> Plan:  # fmt: skip
     cache = problem.cache
     assert cache is not None
@@ -261,60 +239,55 @@ def plan_of(
         problem.batch, problem.kv_heads, problem.q_len, problem.k_len, *storage, positions, problem.scale * LOG2E,
         problem.softcap * LOG2E, left, right, slopes_b, *strides(of_q),
         *(n // unit for stride in (of_k, of_v) for n in stride[:3]),
-        *strides(*of_new), *(0,) * (3 * (2 - len(of_new))),
     )  # fmt: skip
     to_o = (0, of_o[1], of_o[0]) if packed else of_o[:3]
     at_pieces = at_end = whole = None
-    room, part = (0, 0), 0
+    room = 0, 0
     direct = False
     cfg = config.choose(problem, not split, unit > 1)
     if split:
         tiles = _tiles(cfg.rows, problem.group, most)
         sequences = problem.batch * problem.kv_heads * tiles
-        room_for = cfg.rows * problem.v_dim
-        alone = room_for > NARROW
-        narrow = room_for <= NARROWEST and problem.dtype is not torch.float32
-        sizes = (cfg.piece, config.BLOCK, config.CHAPTER)[: 1 if alone else 3 if narrow else 2]
-        sharers, part = sharing_of(sequences, problem.k_len, sizes, cfg.at_once * _sms(device), alone)
-        direct = sharers == 1 and part >= problem.k_len and not (alone or packed)
+        pieces, blocks = (-(-problem.k_len // n) for n in (cfg.piece, config.BLOCK))
+        at_once = cfg.at_once * _sms(device)
+        alone = cfg.rows * problem.v_dim > NARROW
+        sharers = pieces if alone else sharers_of(sequences, pieces, at_once)
+        joined = sharers <= blocks and not alone
+        direct = joined and blocks == 1 and not packed
     if split and not direct:
-        parts, chapters = (-(-problem.k_len // n) for n in (part, config.CHAPTER))
+        pieces = blocks if joined else pieces
         rows = problem.batch * problem.heads * most
-        options = Options.of(problem, cfg, unit, fp32, _columns(problem.v_dim), chapters, part, alone, bool(of_new))
+        options = Options.of(problem, cfg, unit, fp32, _columns(problem.v_dim), blocks, joined, alone)
         at_pieces = Ready(
             piece_kernel,
             (sequences * sharers,),
-            (*common, most, parts, sharers, tiles),
+            (*common, most, pieces, sharers, tiles),
             {"O": options},
             cfg.warps,
             cfg.stages,
-            early=options.EARLY,
         )
         at_end = Ready(
             merge_kernel, (rows * -(-problem.v_dim // options.COLUMNS),),
             (
-                problem.batch, problem.kv_heads, problem.q_len, problem.k_len, cache.slots, left, right, *to_o, most, parts,
+                problem.batch, problem.kv_heads, problem.q_len, problem.k_len, cache.slots, left, right, *to_o, most, pieces,
             ),
             {"O": options}, max(1, min(4, options.AT_ONCE * options.COLUMNS // 128)), 1, early=options.EARLY,
         )  # fmt: skip
-        room = rows * parts * problem.v_dim, rows * parts
+        room = rows * pieces * problem.v_dim, rows * pieces
     if packed or not split or direct:
         cfg = config.choose(problem, True, unit > 1) if packed else cfg
-        options = Options.of(
-            problem, cfg, unit, fp32, columns=0, part=part if direct else 0, new=direct and bool(of_new)
-        )
-        slices = -(-problem.group // cfg.rows)
+        options = Options.of(problem, cfg, unit, fp32, columns=0)
+        parts = -(-problem.group // cfg.rows)
         queries = max(1, cfg.rows // problem.group)
         tiles = problem.q_len // queries + problem.batch + 1 if packed else problem.batch * -(-problem.q_len // queries)
         longer = most if packed else 0
         whole = Ready(
             whole_kernel,
-            (tiles * problem.kv_heads * slices,),
+            (tiles * problem.kv_heads * parts,),
             (*common, *to_o, longer),
             {"O": options},
             cfg.warps,
             cfg.stages,
-            early=options.EARLY,
         )
     return Plan(at_pieces, at_end, whole, room)
 
@@ -392,27 +365,19 @@ def _slopes_b(aux: Aux) -> int:
     return aux.slopes.stride(0) if aux.slopes is not None and aux.slopes.dim() == 2 else 0
 
 
-def sharing_of(sequences: int, keys: int, sizes: tuple[int, ...], at_once: int, alone: bool = False) -> tuple[int, int]:
-    """(programs that share a sequence's keys, keys of the part that each has one or more of).
+def sharers_of(sequences: int, pieces: int, at_once: int) -> int:
+    """How many programs share a sequence's pieces, so that all SMs have about as much to do, for as few turns as that takes.
 
-    at_once: programs that all SMs have at a time. sizes: of the parts, ascending. The time of a program is that of its
-    keys, and a little more; programs beyond at_once wait for their turn. alone: one part for each.
-
-    >>> sizes = 512, 2048, 8192
-    >>> [sharing_of(n, 8192, sizes, 264) for n in (8, 64, 264, 512)]
-    [(16, 512), (4, 2048), (1, 8192), (1, 8192)]
+    >>> sharers_of(8, 32, 264), sharers_of(64, 32, 264), sharers_of(200, 32, 264), sharers_of(512, 32, 264)
+    (32, 4, 5, 1)
     """
-    least = sizes[0]
-    if alone:
-        return -(-keys // least), least
+    most = min(pieces, max(1, 4 * at_once // max(sequences, 1)))
 
-    def time(programs: int, part: int) -> float:
-        turns, parts = -(-sequences * programs // at_once), -(-keys // part)
-        return turns * (min(-(-parts // programs) * part, keys) + least / 8)
+    def idle(n: int) -> float:
+        turns = -(-sequences * n // at_once)
+        return turns * at_once / max(sequences * n, 1) + 0.02 * turns
 
-    most = max(1, 4 * at_once // max(sequences, 1))
-    ways = [(n, part) for part in reversed(sizes) for n in range(1, min(most, -(-keys // part)) + 1)]
-    return min(ways, key=lambda way: time(*way))
+    return min(range(1, most + 1), key=idle)
 
 
 @lru_cache
