@@ -43,20 +43,22 @@ def name(path: Path) -> str:
 
 
 def test_import_takes_under_50_ms_beyond_torch(tmp_path: Path) -> None:
-    """Of CPU time, compiled as an installation is; the best of a few: a busy machine only adds to it. One that is slow at
-    the time is slow with torch, too, whose import takes fifty times as long: there it is under a thirtieth of that."""
+    """Of CPU time, compiled as an installation is; the best of a few: a busy machine only adds to it.
+
+    Without the garbage collector: a look at all that torch has made takes 80 ms, and falls into our import or does not.
+    """
     shutil.copytree(PACKAGE, tmp_path / "tilewise", ignore=shutil.ignore_patterns("__pycache__"))
     compileall.compile_dir(tmp_path, quiet=1)
     program = (
-        "import time; s = time.process_time(); import torch; t = time.process_time(); import tilewise\n"
-        "print(time.process_time() - t, t - s, tilewise.__file__)"
+        "import gc, time, torch; gc.disable(); t = time.process_time(); import tilewise\n"
+        "print(time.process_time() - t, tilewise.__file__)"
     )
-    taken: list[tuple[float, float]] = []
-    while len(taken) < 6 and (not taken or min(taken)[0] >= 0.05):
-        seconds, of_torch, file = python(program, tmp_path).split(maxsplit=2)
+    taken: list[float] = []
+    while len(taken) < 6 and (not taken or min(taken) >= 0.05):
+        seconds, file = python(program, tmp_path).split(maxsplit=1)
         assert file.startswith(str(tmp_path))
-        taken.append((float(seconds), float(of_torch)))
-    assert any(seconds < max(0.05, of_torch / 30) for seconds, of_torch in taken), taken
+        taken.append(float(seconds))
+    assert min(taken) < 0.05, taken
 
 
 def test_import_pulls_in_nothing_but_itself() -> None:
