@@ -2,115 +2,91 @@
 
 One sequence, causal, forward and backward, 16 heads of 128, bf16, by `ContextParallel(ring=)` in zig-zag. In each of
 five rounds first rank 0 alone has all of it, while the others wait, and then each rank its share; a time is that of the
-slowest rank, by CUDA events, behind a barrier. Memory is the peak that PyTorch allocates, with the call's tensors.
+slowest rank, by CUDA events, of a call that follows another. Memory is the peak that PyTorch allocates, with the
+call's tensors.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import tilewise
 from tilewise.parallel import ContextParallel
 
 from .gpu import RESULTS, line, slug, summary
-from .gpu_cases import Cell, Peer
+from .gpu_cases import OPERATIONS, Attend, Call, Cell, Peer, Setting, draw, pairs, prepare
+from .papers.case import Here
 from .rows import Row, merge, read, write
-from .timing import digits, facts, row_of
+from .timing import ROUNDS, digits, row_of
 
-ROUNDS = 5
-HEADS, DIM = 16, 128
+HEADS, DIM, MASK, DIRECTION = 16, 128, "causal", "forward + backward"
 LENGTHS = (65536, 262144)
 GOAL, MEMORY_GOAL = ">= 1.85", ">= 1.9"  # of two GPUs
-GIB = 2**30
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def seconds_of(call: Callable[[], None], device: torch.device) -> float:
-    """Of one call, on this rank."""
-    if device.type == "cpu":
+def measured(attend: Attend, tokens: int, device: torch.device) -> list[float]:
+    """[seconds of a call with so many tokens on this rank, GiB at its peak], after two that compile and are looked at.
+
+    One call, and not as many as `timing.timer` finds worth while: ranks that exchange must make the same number.
+    """
+    here = Here(str(device))
+    tensors = draw(Setting(str(device)), 1, HEADS, tokens, DIM, dtype="bf16")
+    step: Call = prepare(lambda: attend, tensors, DIRECTION)()
+    step()
+    gib = (here.peak(step, whole=True) or 0) / 2**30
+    if not here.gpu:
         start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
+        step()
+        return [time.perf_counter() - start, gib]
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     before.record()
-    call()
+    step()
     after.record()
     after.synchronize()
-    return before.elapsed_time(after) / 1e3
+    return [before.elapsed_time(after) / 1e3, gib]
 
 
-def step_of(attend: Attend, tokens: int, device: torch.device) -> Callable[[], None]:
-    """A forward and backward of so many tokens on this rank."""
-    q, k, v, do = (torch.randn(1, HEADS, tokens, DIM, device=device).bfloat16() for _ in range(4))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-
-    def step() -> None:
-        for x in leaves:
-            x.grad = None
-        attend(*leaves).backward(do)
-
-    return step
-
-
-def measured(step: Callable[[], None], device: torch.device, rounds: int) -> tuple[list[float], float]:
-    """(seconds of each round, GiB at the peak), after one call that compiles."""
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    times = [seconds_of(step, device) for _ in range(rounds)]
-    return times, torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
-
-
-def slowest(x: list[float], device: torch.device) -> list[float]:
-    """The greatest of all ranks' numbers, each."""
-    numbers = torch.tensor(x, device=device, dtype=torch.float64)
-    dist.all_reduce(numbers, dist.ReduceOp.MAX)
-    return numbers.tolist()
+def greatest(numbers: list[float], device: torch.device) -> list[float]:
+    """Of all ranks' numbers, each. Who has come here waits for the others."""
+    found = torch.tensor(numbers, device=device, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.tolist()
 
 
 def rows_of(length: int, device: torch.device, rounds: int = ROUNDS) -> list[Row]:
     rank, size = dist.get_rank(), dist.get_world_size()
     over = ContextParallel(ring=dist.group.WORLD)
-    alone_s: list[float] = []
-    shared_s: list[float] = []
-    alone_gib = shared_gib = 0.0
+
+    def alone(*qkv: torch.Tensor) -> torch.Tensor:
+        return tilewise.attention(*qkv, mask=tilewise.causal)
+
+    def shared(*qkv: torch.Tensor) -> torch.Tensor:
+        return over.attention(*qkv, mask=tilewise.causal)
+
+    found = []
     for _ in range(rounds):
-        times, gib = [0.0], 0.0
-        if rank == 0:
-            plain = step_of(lambda q, k, v: tilewise.attention(q, k, v, mask=tilewise.causal), length, device)
-            times, gib = measured(plain, device, 1)
-            del plain
-        alone_s, alone_gib = alone_s + slowest(times, device), gib
-        shared = step_of(lambda q, k, v: over.attention(q, k, v, mask=tilewise.causal), length // size, device)
-        dist.barrier()
-        times, gib = measured(shared, device, 1)
-        del shared
-        shared_s, (shared_gib,) = shared_s + slowest(times, device), slowest([gib], device)
-    what = Row("", "forward + backward", "bf16", DIM, "causal", length)
+        one = greatest(measured(alone, length, device) if rank == 0 else [0.0, 0.0], device)
+        found.append((one, greatest(measured(shared, length // size, device), device)))
     two = size == 2 and device.type == "cuda"
+    what = Row("context parallel", DIRECTION, "bf16", DIM, MASK, length)
     peer = Peer("one GPU", GOAL if two else "", note=f"{HEADS} heads, {size} ranks in a ring")
-    flops = 3.5 * 4 * HEADS * length**2 * DIM / 2
-    cell = Cell(replace(what, subject="context parallel"), (peer,), flops)
-    rounds_ms = [{"ours": 1e3 * b, peer.name: 1e3 * a} for a, b in zip(alone_s, shared_s, strict=True)]
-    ratio = round(alone_gib / shared_gib, 3) if shared_gib else None
+    cell = Cell(what, (peer,), OPERATIONS[DIRECTION] * HEADS * DIM * pairs(MASK, length))
+    speed = row_of(cell, peer, [{"ours": 1e3 * ours[0], peer.name: 1e3 * one[0]} for one, ours in found])
+    theirs, ours = (max(gib for _, gib in figures) for figures in zip(*found, strict=True))
+    ratio = round(theirs / ours, 3) if ours else None
     memory = replace(
-        what, subject="context parallel memory", peer=peer.name, unit="GiB", ours=digits(shared_gib),
-        theirs=digits(alone_gib), ratio=ratio, ratio_min=ratio, ratio_max=ratio, goal=MEMORY_GOAL if two else "",
-        note="of each GPU",
+        what, subject="context parallel memory", peer=peer.name, unit="GiB", ours=digits(ours), theirs=digits(theirs),
+        ratio=ratio, ratio_min=ratio, ratio_max=ratio, goal=MEMORY_GOAL if two else "", note="of each GPU",
     )  # fmt: skip
-    found = facts() if device.type == "cuda" else {"device": "CPU", "torch": torch.__version__}
-    found["device"] = f"{size} x {found['device']}"
-    return [replace(row, **found).judged() for row in (row_of(cell, peer, rounds_ms), memory)]
+    facts = Here(str(device)).facts()
+    facts["device"] = f"{size} x {facts['device']}"
+    return [replace(row, **facts).judged() for row in (speed, memory)]
 
 
 def main() -> None:

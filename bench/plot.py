@@ -21,7 +21,9 @@ def panels(rows: Iterable[Row]) -> dict[tuple[str, int, str], Lines]:
     """(direction, d, mask) -> the lines of that picture. Cells without a figure are left out."""
     found: dict[tuple[str, int, str], Lines] = {}
     for row in rows:
-        if row.subject not in IN_A_GRID or not row.direction or row.d is None or row.seq is None:
+        if row.subject not in IN_A_GRID or row.d is None or row.seq is None:
+            continue
+        if not row.direction:  # of a cache, in TB/s
             continue
         ours = "ours, hopper" if row.subject.startswith("hopper") else "ours, triton"
         lines = found.setdefault((row.direction, row.d, row.mask), {})

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 PARTS = (("cases", "cache"), ("hopper",), ("promises", "hot"), ("torch", "integrations", "parallel"))
 ALONE = ("large",)
 
@@ -25,12 +26,12 @@ def pytest_of(names: tuple[str, ...], *options: str) -> list[str]:
 
 def collected() -> list[str]:
     """The names of all tests. RuntimeError where there is a file that no part has, or one that is not there."""
-    parts = {f"test_gpu_{name}.py" for part in (*PARTS, ALONE) for name in part}
+    names = tuple(name for part in (*PARTS, ALONE) for name in part)
+    parts = {f"test_gpu_{name}.py" for name in names}
     if parts != (found := {path.name for path in HERE.glob("test_*.py")}):
         raise RuntimeError(f"PARTS has {sorted(parts - found)}, and lacks {sorted(found - parts)}")
-    names = tuple(name for part in (*PARTS, ALONE) for name in part)
     asked = pytest_of(names, "--collect-only", "-p", "no:cacheprovider")
-    lines = subprocess.run(asked, capture_output=True, text=True, check=True, cwd=HERE.parents[1]).stdout.splitlines()
+    lines = subprocess.run(asked, capture_output=True, text=True, check=True, cwd=ROOT).stdout.splitlines()
     return [line for line in lines if "::" in line]
 
 
@@ -51,12 +52,11 @@ def main() -> int:
         found = pool.verdicts(jobs.promised(), where.PROCESSES, 400.0)
         print(f"{len(found)} cases compiled: {time.perf_counter() - start:.0f} s", flush=True)
     environment = os.environ | {where.COMPILED: "1"}
-    root = HERE.parents[1]
-    running = [(part, subprocess.Popen(pytest_of(part), env=environment, cwd=root, stdout=subprocess.PIPE,
+    running = [(part, subprocess.Popen(pytest_of(part), env=environment, cwd=ROOT, stdout=subprocess.PIPE,
                                        stderr=subprocess.STDOUT, text=True)) for part in PARTS]  # fmt: skip
     for part, process in running:
         _say(part, process.communicate()[0], start)
-    done = subprocess.run(pytest_of(ALONE), env=environment, cwd=root, capture_output=True, text=True, check=False)
+    done = subprocess.run(pytest_of(ALONE), env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     _say(ALONE, done.stdout, start)
     why = "a rehearsal: no stamp" if where.REHEARSAL else stamp.stale()
     print(why or f"{len(names)} tests: stamped")

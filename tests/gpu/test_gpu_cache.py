@@ -41,15 +41,9 @@ def filled(batch: int, keys: int, page: int = 0, dtype: torch.dtype = BF16, d: i
         return q, KVCache(k, v, lengths)
     width = keys // page
     order = torch.randperm(batch * width, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    pages = torch.empty(batch * width, dtype=torch.int32, device=DEVICE)
-    pages[:] = order
-    k, v = (
-        torch.empty_like(x.reshape(batch, 8, width, page, d).transpose(1, 2).flatten(0, 1)).index_copy_(
-            0, order, x.reshape(batch, 8, width, page, d).transpose(1, 2).flatten(0, 1)
-        )
-        for x in (k, v)
-    )
-    return q, KVCache(k, v, lengths, pages.view(batch, width))
+    in_turn = [x.reshape(batch, 8, width, page, d).transpose(1, 2).flatten(0, 1) for x in (k, v)]
+    k, v = (torch.empty_like(x).index_copy_(0, order, x) for x in in_turn)
+    return q, KVCache(k, v, lengths, order.int().view(batch, width))
 
 
 @pytest.mark.parametrize("page", [0, 16, 64])
